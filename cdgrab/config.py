@@ -1,0 +1,164 @@
+"""Composing and checking a run's configuration: every entry point, and every rank, goes through `compose`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .data.sources import Source
+from .errors import CdgrabError
+from .sorters import SORTERS, sorter_options
+from .tasks import TASKS, locate_data
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs"
+
+GROUPS = ("task", "sorter", "experiment")
+
+# Settings that say where and how a run is carried out, not what it computes.
+DEPLOYMENT = {"run_dir", "resume", "device", "nproc", "data_root", "data", "compile", "threads", "sorter.exchange_mb"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration, the data it uses and the folder it writes to."""
+
+    config: DictConfig
+    source: Source
+    directory: Path
+
+    @property
+    def science(self) -> dict:
+        """The flat settings that decide the result; two runs with the same are the same run."""
+        flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
+        return {key: value for key, value in flat.items() if key not in DEPLOYMENT} | {"source": self.source.label}
+
+
+def choices(group: str) -> list[str]:
+    """Names in a config group."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def compose(overrides: list[str]) -> Run:
+    """The run that these Hydra overrides describe, checked.
+
+    When the data found is the embedded default, the task's `embedded` settings apply first; explicit overrides win.
+    """
+    config = _compose(overrides)
+    source = locate_data(config)
+    presets = _embedded_presets(config) if source.embedded else []
+    if presets:
+        config = _compose([*presets, *overrides])
+    OmegaConf.resolve(config)
+    validate(config)
+    return Run(config, source, _run_directory(config, source, overrides, presets))
+
+
+def validate(config: DictConfig) -> None:
+    """Refuse settings that cannot work, each in one sentence."""
+    _whole(config, "workers", 1)
+    _whole(config, "epochs", 1)
+    _whole(config, "seed", 0)
+    _whole(config, "threads", 1)
+    _whole(config, "task.batch", 1)
+    _number(config, "task.lr", above=0.0)
+    _number(config, "task.momentum", at_least=0.0, below=1.0)
+    _number(config, "task.weight_decay", at_least=0.0)
+    if config.sorter.name not in SORTERS:
+        raise CdgrabError(f"unknown sorter {config.sorter.name!r}; the sorters are {', '.join(SORTERS)}")
+    known = sorter_options(config.sorter.name)
+    unknown = set(config.sorter) - {"name"} - known
+    if unknown:
+        raise CdgrabError(
+            f"sorter {config.sorter.name} has no setting {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
+        )
+    if config.task.batch % config.workers:
+        raise CdgrabError(
+            f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
+            f"make the batch a multiple of the workers"
+        )
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    check_choices(overrides)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra_compose("config", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise CdgrabError("; ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
+
+
+def check_choices(overrides: list[str]) -> None:
+    """Refuse unknown names, and words that are no settings, before Hydra says so in several lines."""
+    for override in overrides:
+        key, equals, values = override.partition("=")
+        if not equals:
+            raise CdgrabError(f"{override!r} is not a setting of the form key=value")
+        unknown = [v for v in values.split(",") if key in GROUPS and v not in (*choices(key), "null")]
+        if unknown:
+            raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {key}s are {', '.join(choices(key))}")
+
+
+def _embedded_presets(config: DictConfig) -> list[str]:
+    return [f"task.{key}={value}" for key, value in (config.task.get("embedded") or {}).items()]
+
+
+def _run_directory(config: DictConfig, source: Source, overrides: list[str], presets: list[str]) -> Path:
+    """run_dir, or results/runs/<task>/<experiment>/<data source>[,changed settings]/<sorter>[,changed]-s<seed>.
+
+    Whatever differs from the experiment's own settings is in the name, so that different runs never share a folder.
+    """
+    if config.run_dir:
+        return Path(config.run_dir)
+    groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
+    plain = _compose([*presets, *groups])
+    OmegaConf.resolve(plain)
+    before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
+    changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed", "task.state"}}
+    sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
+    others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
+    folder = Path("results/runs") / config.task.name / config.name
+    return folder / f"{source.label}{others}" / f"{config.sorter.name}{sorter}-s{config.seed}"
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat.update(
+            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def _whole(config: DictConfig, key: str, least: int) -> None:
+    value = OmegaConf.select(config, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CdgrabError(f"{key} must be a whole number of at least {least}, got {value!r}")
+
+
+def _number(
+    config: DictConfig, key: str, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
+    value = OmegaConf.select(config, key)
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not sound or not (at_least <= value < below and value > above):
+        limits = (
+            [f"at least {at_least:g}"] * (at_least > -math.inf)
+            + [f"above {above:g}"] * (above > -math.inf)
+            + [f"below {below:g}"] * (below < math.inf)
+        )
+        raise CdgrabError(f"{key} must be a number {' and '.join(limits)}, got {value!r}")
+
+
+def known_names() -> str:
+    """For --help."""
+    return f"tasks: {', '.join(TASKS)}\nsorters: {', '.join(SORTERS)}\nexperiments: {', '.join(choices('experiment'))}"

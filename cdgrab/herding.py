@@ -1,0 +1,35 @@
+"""Herding objectives: how far the partial sums of an order stray from the mean (CD-GraB, equations 3 and 8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import CdgrabError
+
+
+def herding_bound(vectors: Tensor, order: Tensor | None = None) -> float:
+    """max over k of ‖Σ_{j<=k} (z_{π(j)} − z̄)‖_∞ for vectors [units, dim] and order [units] (default: as given)."""
+    return parallel_herding_bound(vectors[None], None if order is None else torch.as_tensor(order)[None])
+
+
+def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vector: bool = False) -> float:
+    """max over k of ‖Σ_{j<=k} Σ_workers (z_{i,π_i(j)} − z̄)‖_∞, z̄ the mean over all workers and units (equation 8).
+
+    vectors [workers, units, dim]; order int64 [workers, units], default: as given. `per_vector` takes the maximum
+    after every single worker's vector (as the authors' LeNet figure does) instead of after every full step.
+    Computed in float64 whatever the input.
+    """
+    if vectors.dim() != 3 or vectors.numel() == 0:
+        raise CdgrabError(f"vectors must be a non-empty [workers, units, dim] tensor, got shape {tuple(vectors.shape)}")
+    workers, units, dim = vectors.shape
+    if order is not None:
+        order = torch.as_tensor(order, device=vectors.device)
+        if order.shape != (workers, units):
+            raise CdgrabError(f"order must have shape {(workers, units)}, got {tuple(order.shape)}")
+        vectors = vectors.gather(1, order[:, :, None].expand(workers, units, dim))
+    centred = vectors.double()
+    centred = centred - centred.mean(dim=(0, 1))
+    steps = centred.transpose(0, 1)  # [units, workers, dim]: position by position, workers in rank order
+    steps = steps.reshape(-1, dim) if per_vector else steps.sum(dim=1)
+    return float(steps.cumsum(0).abs().max())

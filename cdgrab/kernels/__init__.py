@@ -1,0 +1,33 @@
+"""Fast versions of the loops in `balance.py`, chosen by device; each is tested equal to the plain one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import balance as plain
+
+try:
+    from . import cpu
+except ImportError:  # numba is optional: without it the plain loops run, some hundred times slower
+    cpu = None
+
+
+def _module(tensor: Tensor):
+    return cpu if cpu is not None and tensor.device.type == "cpu" else plain
+
+
+def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+    """See `cdgrab.balance.balance`."""
+    return _module(rows).balance(rows, running, limits)
+
+
+def balance_centred(
+    gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
+) -> Tensor:
+    """See `cdgrab.balance.balance_centred`."""
+    return _module(gradients).balance_centred(gradients, running, stale_mean, fresh_sum, limits)
+
+
+def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
+    """See `cdgrab.balance.balance_kh`."""
+    return _module(rows).balance_kh(rows, running, q, penalties, uniforms)

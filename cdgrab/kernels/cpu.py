@@ -1,0 +1,114 @@
+"""The loops of `balance.py` compiled with numba. Rows may be float32; sums and inner products are float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+# Reassociation lets the inner products use vector units; it changes their last bits only, always in the same way.
+_compile = njit(cache=True, nogil=True, fastmath={"reassoc"})
+
+
+@_compile
+def _inner(r, v):
+    total = 0.0
+    for i in range(r.size):
+        total += r[i] * v[i]
+    return total
+
+
+@_compile
+def _balance(rows, running, limits, signs):
+    shared = running.shape[0] == 1
+    for k in range(rows.shape[0]):
+        for w in range(rows.shape[1]):
+            r = running[0 if shared else w]
+            v = rows[k, w]
+            if _inner(r, v) <= limits[k, w]:
+                signs[k, w] = 1
+                for i in range(r.size):
+                    r[i] += v[i]
+            else:
+                signs[k, w] = -1
+                for i in range(r.size):
+                    r[i] -= v[i]
+
+
+@_compile
+def _balance_centred(gradients, running, stale_mean, fresh_sum, limits, signs):
+    v = np.empty(running.shape[1])
+    for k in range(gradients.shape[0]):
+        for w in range(gradients.shape[1]):
+            r, g, total = running[w], gradients[k, w], fresh_sum[w]
+            for i in range(r.size):
+                v[i] = g[i] - stale_mean[w, i]
+                total[i] += g[i]
+            if _inner(r, v) <= limits[k, w]:
+                signs[k, w] = 1
+                for i in range(r.size):
+                    r[i] += v[i]
+            else:
+                signs[k, w] = -1
+                for i in range(r.size):
+                    r[i] -= v[i]
+
+
+@_compile
+def _balance_kh(rows, running, q, penalties, uniforms, signs):
+    for k in range(rows.shape[0]):
+        penalty = penalties[k]
+        for w in range(rows.shape[1]):
+            r = running[w]
+            v = rows[k, w]
+            b = 0.0
+            for i in range(r.size):
+                b += np.float64(v[i]) * v[i]
+            threshold = 0.0
+            if b > 0.0:
+                rho = q[w] * penalty / b
+                if rho <= 1.0:
+                    threshold = b
+                    q[w] = 2.0 * b
+                else:
+                    root = np.sqrt(rho)
+                    threshold = root * b
+                    q[w] += 2.0 * b * max(penalty + 0.5 - root, 0.0) / penalty
+            if _inner(r, v) <= uniforms[k, w] * threshold:
+                signs[k, w] = 1
+                for i in range(r.size):
+                    r[i] += v[i]
+            else:
+                signs[k, w] = -1
+                for i in range(r.size):
+                    r[i] -= v[i]
+
+
+def _new_signs(rows: Tensor) -> Tensor:
+    return torch.empty(rows.shape[:2], dtype=torch.int8)
+
+
+def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+    """See `cdgrab.balance.balance`."""
+    signs = _new_signs(rows)
+    _balance(rows.numpy(), running.numpy(), limits.numpy(), signs.numpy())
+    return signs
+
+
+def balance_centred(
+    gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
+) -> Tensor:
+    """See `cdgrab.balance.balance_centred`."""
+    signs = _new_signs(gradients)
+    _balance_centred(
+        gradients.numpy(), running.numpy(), stale_mean.numpy(), fresh_sum.numpy(), limits.numpy(), signs.numpy()
+    )
+    return signs
+
+
+def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
+    """See `cdgrab.balance.balance_kh`."""
+    signs = _new_signs(rows)
+    _balance_kh(rows.numpy(), running.numpy(), q.numpy(), penalties.numpy(), uniforms.numpy(), signs.numpy())
+    return signs

@@ -1,0 +1,62 @@
+"""torchopt optimisers and learning-rate schedules, over one flat parameter vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torchopt
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .compiled import Compiled
+from .errors import CdgrabError
+
+OPTIMISERS = ("sgd", "adamw")
+SCHEDULES = ("constant", "step", "linear")
+
+
+class Optimiser:
+    """`step(parameters, gradient)` returns new parameters; `state` is a list of tensors."""
+
+    def __init__(
+        self, config: DictConfig, steps_per_epoch: int, epochs: int, parameters: Tensor, compiled: bool = True
+    ) -> None:
+        self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
+        # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
+        self.state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
+        self._update = Compiled(self._functional_update, compiled).for_inputs(parameters, parameters, *self.state)
+
+    def _functional_update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        nested = pytree.tree_unflatten(list(state), self._spec)
+        updates, nested = self._transform.update(gradient, nested, params=parameters, inplace=False)
+        new_parameters = torchopt.apply_updates(parameters, updates, inplace=False)
+        return new_parameters, *pytree.tree_leaves(nested)
+
+    def step(self, parameters: Tensor, gradient: Tensor) -> Tensor:
+        new_parameters, *self.state = self._update(parameters, gradient, *self.state)
+        return new_parameters
+
+
+def _build(config: DictConfig, rate: Callable[[Tensor], Tensor] | float) -> torchopt.base.GradientTransformation:
+    if config.optimiser == "sgd":
+        return torchopt.sgd(rate, momentum=config.momentum, weight_decay=config.weight_decay)
+    if config.optimiser == "adamw":
+        return torchopt.adamw(rate, weight_decay=config.weight_decay)
+    raise CdgrabError(f"task.optimiser must be one of {', '.join(OPTIMISERS)}, got {config.optimiser!r}")
+
+
+def _schedule(config: DictConfig, steps_per_epoch: int, epochs: int) -> Callable[[Tensor], Tensor] | float:
+    """constant; step: × factor every `every` epochs; linear: down to zero at the end of the run."""
+    lr, schedule = config.lr, config.schedule
+    if schedule.kind == "constant":
+        return lr
+    if schedule.kind == "step":
+        return lambda count: (
+            lr
+            * torch.pow(torch.tensor(schedule.factor, dtype=torch.float64), count // (schedule.every * steps_per_epoch))
+        )
+    if schedule.kind == "linear":
+        return lambda count: lr * (1.0 - count.double() / (epochs * steps_per_epoch)).clamp_min(0.0)
+    raise CdgrabError(f"task.schedule.kind must be one of {', '.join(SCHEDULES)}, got {schedule.kind!r}")

@@ -1,0 +1,159 @@
+"""What a run leaves behind: metrics.jsonl (one line per epoch) and manifest.json (what was run, on what, how fast)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .config import ROOT, Run
+from .errors import CdgrabError
+from .sorters import LABELS
+
+PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "numba")
+
+
+class RunLog:
+    """Writes one run's folder. Only rank 0 holds an active log; the others' methods do nothing."""
+
+    def __init__(self, run: Run, active: bool) -> None:
+        self.directory, self.active = run.directory, active
+        self.metrics_path = run.directory / "metrics.jsonl"
+        self.manifest_path = run.directory / "manifest.json"
+        self._epochs: list[dict] = []
+        self._manifest: dict = {}
+
+    def begin(
+        self, run: Run, rows: dict[str, int], sizes: dict[str, int], world_size: int, device: torch.device, done: int
+    ) -> None:
+        """Start (done = 0) or go on after `done` epochs: later lines of an interrupted run are dropped."""
+        if not self.active:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        kept = read_metrics(self.metrics_path)[:done]
+        if len(kept) < done:
+            raise CdgrabError(
+                f"{self.metrics_path} has {len(kept)} epochs but the checkpoint {done}; use another run_dir"
+            )
+        write_atomically(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+        before = read_manifest(self.directory) if done else {}
+        self._epochs = before.get("epochs", [])[:done]
+        self._manifest = {
+            "status": "running",
+            "name": run.config.name,
+            "task": run.config.task.name,
+            "sorter": run.config.sorter.name,
+            "sorter_label": LABELS[run.config.sorter.name],
+            "seed": run.config.seed,
+            "config": run.science,
+            "data": run.source.as_record() | {"rows": rows},
+            "sizes": sizes,
+            "processes": world_size,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "host": {"cpu": _cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+            "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
+            "commit": git_commit(),
+            "started": before.get("started", _now()),
+            "resumed": [*before.get("resumed", []), _now()] if done else [],
+        }
+        self._write_manifest()
+
+    def record(self, metrics: dict, phases: dict[str, float]) -> None:
+        """One finished epoch."""
+        if not self.active:
+            return
+        with open(self.metrics_path, "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._epochs.append({name: round(seconds, 6) for name, seconds in phases.items()})
+
+    def finish(self, status: str, reason: str | None = None) -> None:
+        """status: finished, interrupted or diverged."""
+        if self.active and self._manifest:
+            self._manifest["status"] = status
+            if reason:
+                self._manifest["reason"] = reason
+            self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        count = max(len(self._epochs), 1)
+        names = self._epochs[0] if self._epochs else {}
+        mean = {name: round(sum(epoch[name] for epoch in self._epochs) / count, 6) for name in names}
+        timing = {"seconds_per_epoch": round(sum(mean.values()), 6), "phases": mean}
+        content = self._manifest | {"updated": _now(), "timing": timing, "epochs": self._epochs}
+        write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> dict:
+    """The manifest of a run folder; empty when there is none yet."""
+    path = directory / "manifest.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise CdgrabError(f"{path} cannot be read ({error}); move it away to start this run again") from error
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """All complete lines; a torn last line (the run was killed while writing) is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old file or the whole new one is there, whenever the machine stops."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def git_commit() -> str | None:
+    """Short commit of the code, with + when tracked code differs from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!notebooks", ":!README.md"
+        )
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _installed() -> list[str]:
+    present = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
+    return [name for name in PACKAGES if name in present]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,183 @@
+"""What a sorter is: orders out, gradients in. Checks, epochs and state live here, the rules in subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import streams
+from ..errors import CdgrabError
+from ..workers import WorkerGroup
+
+STATE_VERSION = 1
+
+
+class Sorter:
+    """Chooses, epoch by epoch, the order in which each worker visits its units.
+
+    A subclass sets `needs_gradients`, implements `_next_order` and, when it looks at gradients, `_take`. Tensors that
+    belong to a worker are listed in `per_worker` (first dimension: this process's workers), tensors that all workers
+    share in `shared`; both are attribute names and make up the state.
+    """
+
+    label: str = ""
+    needs_gradients: bool = False
+    per_worker: tuple[str, ...] = ("_order",)
+    shared: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        units: int,
+        dim: int,
+        seed: int = 0,
+        initial: str = "random",
+        group: WorkerGroup | None = None,
+    ) -> None:
+        for name, value, least in (("workers", workers, 1), ("units", units, 1), ("dim", dim, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if initial not in ("random", "identity"):
+            raise CdgrabError(f"initial must be random or identity, got {initial!r}")
+        self.workers, self.units, self.dim, self.seed, self.initial = workers, units, dim, seed, initial
+        self.group = group or WorkerGroup(workers)
+        if self.group.workers != workers:
+            raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
+        self.local_workers = self.group.local_workers
+        self.epoch = -1
+        self.position = 0  # units observed in this epoch
+        self._order = torch.empty(self.local_workers, 0, dtype=torch.long)
+
+    # -- the interface ------------------------------------------------------------------------------------------------
+
+    def order(self, epoch: int) -> Tensor:
+        """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
+        current epoch gives the same order again."""
+        if epoch == self.epoch + 1:
+            if self.needs_gradients and self.epoch >= 0 and self.position < self.units:
+                raise CdgrabError(
+                    f"order({epoch}) needs all gradients of epoch {self.epoch}: "
+                    f"{self.units - self.position} of {self.units} units have not been observed"
+                )
+            self._order = self._next_order(epoch)
+            self.epoch, self.position = epoch, 0
+            self._start_epoch()
+        elif epoch != self.epoch:
+            raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
+        return self._order.clone()
+
+    def observe(self, positions: Tensor | Sequence[int], gradients: Tensor) -> None:
+        """Tell the sorter the gradients of the next units of this epoch.
+
+        positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
+        gradients [local workers, k, dim], a copy is taken of whatever has to be kept. Any split of the epoch into
+        calls gives the same result. A refused call changes nothing.
+        """
+        positions = torch.as_tensor(positions, dtype=torch.long)
+        self._check(positions, gradients)
+        if not len(positions):
+            return
+        if self.needs_gradients:
+            self._take(gradients.detach())
+        self.position += len(positions)
+
+    def state_dict(self) -> dict:
+        """Everything needed to go on from here, mid-epoch too: plain values and tensors only."""
+        return {
+            "identity": self._identity(),
+            "epoch": self.epoch,
+            "position": self.position,
+            "per_worker": {name: getattr(self, name).clone() for name in self.per_worker},
+            "shared": {name: getattr(self, name).clone() for name in self.shared},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
+        mine, theirs = self._identity(), dict(state["identity"])
+        if mine != theirs:
+            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+            details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
+            raise CdgrabError(f"this state belongs to another sorter: {details}")
+        for name in self.per_worker:
+            value = state["per_worker"][name]
+            if len(value) != self.local_workers:
+                value = value[self.group.local]
+            setattr(self, name, value.clone())
+        for name in self.shared:
+            setattr(self, name, state["shared"][name].clone())
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._restore()
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def _next_order(self, epoch: int) -> Tensor:
+        """The order of `epoch`, the last one being `self._order` (empty before the first)."""
+        raise NotImplementedError
+
+    def _take(self, gradients: Tensor) -> None:
+        """Use gradients [local workers, k, dim] of positions `self.position` onwards."""
+        raise NotImplementedError
+
+    def _start_epoch(self) -> None:
+        """Called when a new epoch's order has been made."""
+
+    def _restore(self) -> None:
+        """Called when a state has been loaded, to rebuild what the state does not hold."""
+
+    def _options(self) -> dict:
+        """Settings that change the orders, beyond those of every sorter."""
+        return {}
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _worker_ids(self) -> range:
+        return range(self.workers)[self.group.local]
+
+    def _random_order(self, epoch: int) -> Tensor:
+        """A fresh independent permutation per worker."""
+        return torch.stack([streams.permutation(self.units, self.seed, "order", w, epoch) for w in self._worker_ids()])
+
+    def _first_order(self) -> Tensor:
+        if self.initial == "identity":
+            return torch.arange(self.units).repeat(self.local_workers, 1)
+        return self._random_order(0)
+
+    def _identity(self) -> dict:
+        return {
+            "version": STATE_VERSION,
+            "sorter": type(self).__name__,
+            "workers": self.workers,
+            "units": self.units,
+            "dim": self.dim,
+            "seed": self.seed,
+            "initial": self.initial,
+            **self._options(),
+        }
+
+    def _check(self, positions: Tensor, gradients: Tensor) -> None:
+        if self.epoch < 0:
+            raise CdgrabError("observe() comes after order(0): no epoch has been started")
+        k = len(positions) if positions.dim() == 1 else -1
+        expected = (self.local_workers, k, self.dim)
+        if k < 0 or tuple(gradients.shape) != expected:
+            raise CdgrabError(
+                "gradients must have shape [workers, positions, dim] = "
+                f"{list(expected) if k >= 0 else 'with one-dimensional positions'}, got {list(gradients.shape)}"
+            )
+        end = self.position + k
+        if not torch.equal(positions.cpu(), torch.arange(self.position, end)) or end > self.units:
+            raise CdgrabError(
+                f"positions must go on from {self.position} and end before {self.units}, got {_brief(positions)}"
+            )
+        if not gradients.is_floating_point() or not torch.isfinite(gradients).all():
+            raise CdgrabError(
+                f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
+            )
+
+
+def _brief(positions: Tensor) -> str:
+    values = positions.tolist()
+    return str(values) if len(values) <= 4 else f"[{values[0]}, {values[1]}, …, {values[-1]}]"

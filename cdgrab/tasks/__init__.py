@@ -1,0 +1,34 @@
+"""Tasks by name. A new task is one file here, one data loader under `cdgrab/data` and one yaml under `configs/task`."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+
+from ..data import hmda
+from ..data.sources import Source
+from ..errors import CdgrabError
+from .base import Task
+from .lr_hmda import LrHmda
+
+# name -> (class, function of the config that finds the data)
+TASKS = {
+    "lr_hmda": (LrHmda, lambda config: hmda.locate(config.task.state, config.data, config.data_root)),
+}
+
+
+def locate_data(config: DictConfig) -> Source:
+    """Where a run with this config takes its data from."""
+    if config.data not in ("auto", "embedded"):
+        raise CdgrabError(f"data must be auto or embedded, got {config.data!r}")
+    return _entry(config.task.name)[1](config)
+
+
+def make_task(config: DictConfig, source: Source, device: torch.device) -> Task:
+    return _entry(config.task.name)[0](config.task, source, config.seed, device)
+
+
+def _entry(name: str) -> tuple:
+    if name not in TASKS:
+        raise CdgrabError(f"unknown task {name!r}; the tasks are {', '.join(TASKS)}")
+    return TASKS[name]

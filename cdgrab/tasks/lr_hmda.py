@@ -1,0 +1,67 @@
+"""LR-HMDA: logistic regression that predicts whether a mortgage application is approved (paper: Figure 3a)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .. import streams
+from ..data import hmda
+from ..data.sources import Source
+from .base import DTYPES, Task
+
+
+class LrHmda(Task):
+    """Units are applications. Features are standardised on the training split."""
+
+    name = "lr_hmda"
+
+    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+        features, labels, checksums = hmda.load(source)
+        source.checksums.update(checksums)
+        self.source = source
+        shuffled = streams.stream(seed, "split").permutation(len(labels))
+        cut = int(config.train_share * len(labels))
+        mean, std = features[shuffled[:cut]].mean(axis=0), features[shuffled[:cut]].std(axis=0)
+        features = (features - mean) / (std + (std == 0))
+        dtype = DTYPES[config.dtype]
+        self._data = {
+            split: (
+                torch.as_tensor(features[rows], dtype=dtype, device=device),
+                torch.as_tensor(labels[rows], dtype=dtype, device=device),
+            )
+            for split, rows in (("train", shuffled[:cut]), ("test", shuffled[cut:]))
+        }
+        self.train_units, self.test_units = cut, len(labels) - cut
+        self.rows = {"all": len(labels), "positive": int(labels.sum()), "train": cut, "test": len(labels) - cut}
+        self.model = nn.Linear(features.shape[1], 1, dtype=dtype, device=device)
+        nn.init.zeros_(self.model.weight)  # a convex problem: zero is the natural, seed-free start
+        nn.init.zeros_(self.model.bias)
+
+    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
+        features, labels = self._data[split]
+        return features[indices], labels[indices]
+
+    def loss(self, parameters: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        return self._losses(parameters, *batch)[0].mean()
+
+    def totals(self, split: str, parameters: dict[str, Tensor], *batch: Tensor) -> dict[str, Tensor]:
+        losses, logits = self._losses(parameters, *batch)
+        correct = (logits > 0) == (batch[1] > 0.5)
+        return {"loss": losses.sum(), "correct": correct.sum(), "count": torch.tensor(losses.numel())}
+
+    def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
+        return {
+            "train_loss": train["loss"] / train["count"],
+            "test_loss": test["loss"] / test["count"],
+            "test_accuracy": 100.0 * test["correct"] / test["count"],
+        }
+
+    def _losses(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = functional_call(self.model, parameters, (features,)).squeeze(-1)
+        return F.softplus(
+            logits
+        ) - labels * logits, logits  # binary cross-entropy, in the form with the fewest operations

@@ -1,0 +1,263 @@
+"""The training loop: one for all tasks, sorters, worker counts and process counts.
+
+    orders ──▶ batches ──▶ unit gradients ──▶ mean over workers ──▶ optimiser ──▶ parameters
+       ▲                        │
+       └──────── sorter ◀───────┘
+
+An epoch runs in blocks of steps. A block's data is fetched at once and its unit gradients are handed to the sorter at
+once: orders are needed at the end of the epoch only, and per-step Python is what small models spend their time on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from . import checkpoint, streams
+from .compiled import Compiled
+from .config import Run
+from .errors import CdgrabError, DivergedError
+from .gradients import FlatParameters, gradient_function
+from .optimisers import Optimiser
+from .runlog import RunLog
+from .sorters import make_sorter
+from .tasks.base import Task, partition
+from .workers import WorkerGroup
+
+PHASES = ("data", "gradients", "communication", "ordering", "optimiser", "evaluation")
+BLOCK_BYTES = 32 * 2**20  # of data and unit gradients held at once
+MOST_STEPS_PER_BLOCK = 256
+EVALUATION_UNITS = 65_536
+
+
+class Clock:
+    """Adds the time since the last lap to a phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+class Trainer:
+    """One run on one process, hosting some of the workers."""
+
+    def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
+        config = run.config
+        self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
+        self.microbatch = config.task.batch // config.workers
+        usable = task.train_units
+        if config.task.truncate:
+            usable -= usable % (2 * config.task.batch)
+        owned = partition(
+            usable,
+            config.workers,
+            config.task.partition,
+            streams.permutation(task.train_units, config.seed, "partition"),
+        )
+        self.units = owned.shape[1]
+        self.steps = -(-self.units // self.microbatch)
+        self.owned = owned[group.local].to(device)
+
+        flat = FlatParameters(task.model)
+        self.flat = flat
+        self.parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+        self.sorter = make_sorter(
+            workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
+        )
+        self.per_unit = self.sorter.needs_gradients
+        self.gradients = Compiled(
+            gradient_function(task, flat, self.per_unit, config.task.gradients), self._traceable()
+        )
+        self.optimiser = Optimiser(config.task, self.steps, config.epochs, self.parameters, config.compile)
+        self.block_steps = self._block_steps()
+        self.epochs_done = 0
+        self._warm_up()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            "workers": self.config.workers,
+            "units": self.units,
+            "microbatch": self.microbatch,
+            "steps_per_epoch": self.steps,
+            "parameters": self.flat.dim,
+        }
+
+    def _traceable(self) -> bool:
+        return self.config.compile and self.config.task.gradients == "vmap"
+
+    def _block_steps(self) -> int:
+        sample = self.task.fetch("train", self.owned[:1, :1])
+        per_unit = sum(x.numel() * x.element_size() for x in sample)
+        per_unit += self.flat.dim * self.parameters.element_size() * self.per_unit
+        return max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES // (per_unit * self.microbatch * self.group.local_workers)))
+
+    def _warm_up(self) -> None:
+        """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
+        with torch.no_grad():
+            batch = self.task.fetch("train", self.owned[:, : self.microbatch])
+            for _ in range(3):
+                unit_gradients, means, _ = self.gradients.for_inputs(self.parameters, *batch)(self.parameters, *batch)
+        if self.per_unit:
+            throwaway = make_sorter(workers=len(means), units=self.microbatch, dim=self.flat.dim, **self.config.sorter)
+            throwaway.order(0)
+            throwaway.observe(range(self.microbatch), unit_gradients)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        checkpoint.save(
+            self.run.directory,
+            self.group,
+            self.run.science,
+            self.epochs_done,
+            self.parameters,
+            self.optimiser.state,
+            self.sorter,
+        )
+
+    def load(self) -> None:
+        """Go on from the run's checkpoint, if there is one."""
+        saved = checkpoint.load(self.run.directory, torch.device("cpu"))
+        if saved is None:
+            return
+        if saved["science"] != self.run.science:
+            raise CdgrabError(f"{self.run.directory} holds a run with other settings; use another run_dir")
+        self.epochs_done = saved["epochs_done"]
+        self.parameters = saved["parameters"].to(self.device)
+        self.optimiser.state = [tensor.to(self.device) for tensor in saved["optimiser"]]
+        self.sorter.load_state_dict(saved["sorter"])
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def fit(self, log: RunLog) -> None:
+        """Train the epochs that are still to do; metrics and a checkpoint after each."""
+        with _progress_bar(self) as bar, torch.no_grad():
+            while self.epochs_done < self.config.epochs:
+                clock = Clock()
+                order = self.sorter.order(self.epochs_done)
+                clock.lap("ordering")
+                self._train_epoch(order, clock, bar)
+                metrics = self._evaluate()
+                order_hash = self._order_hash(order)
+                clock.lap("evaluation")
+                self.epochs_done += 1
+                training = sum(seconds for phase, seconds in clock.seconds.items() if phase != "evaluation")
+                log.record(
+                    {"epoch": self.epochs_done, **metrics, "seconds": round(training, 6), "order_hash": order_hash},
+                    clock.seconds,
+                )
+                self.save()
+
+    def _train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+        visits = self.owned.gather(1, order.to(self.device))
+        full = self.units // self.microbatch * self.microbatch  # units in steps of full size
+        for start in range(0, full, self.block_steps * self.microbatch):
+            end = min(full, start + self.block_steps * self.microbatch)
+            self._train_block(visits[:, start:end], start, self.microbatch, clock, bar)
+        if full < self.units:
+            self._train_block(visits[:, full:], full, self.units - full, clock, bar)
+
+    def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> None:
+        """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`."""
+        workers, units = visits.shape
+        stacked = visits.reshape(workers, -1, microbatch).transpose(0, 1).contiguous()  # [steps, workers, microbatch]
+        batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
+        compute = self.gradients.for_inputs(self.parameters, *batches[0])
+        if self.per_unit:
+            seen = self.parameters.new_empty(workers, units, self.flat.dim)
+        losses = []
+        clock.lap("data")
+        for step, batch in enumerate(batches):
+            unit_gradients, worker_means, worker_losses = compute(self.parameters, *batch)
+            clock.lap("gradients")
+            mean = self.group.gather(worker_means).mean(0)
+            clock.lap("communication")
+            self.parameters = self.optimiser.step(self.parameters, mean)
+            losses.append(worker_losses)
+            clock.lap("optimiser")
+            if self.per_unit:
+                seen[:, step * microbatch : (step + 1) * microbatch] = unit_gradients
+                clock.lap("ordering")
+        mean_losses = self.group.gather(torch.stack(losses, dim=1)).mean(0)
+        clock.lap("communication")
+        self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
+        if self.per_unit:
+            self.sorter.observe(range(start, start + units), seen)
+            clock.lap("ordering")
+        bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
+        bar.update(len(batches))
+
+    def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
+        """losses [steps], the same on all ranks, so that all of them stop together."""
+        if torch.isfinite(losses).all() and torch.isfinite(self.parameters).all():
+            return
+        bad = (~torch.isfinite(losses)).nonzero()
+        step = first_step + (int(bad[0]) if len(bad) else len(losses) - 1) + 1
+        self._diverged(f"at step {step} of {self.steps}")
+
+    def _diverged(self, where: str) -> None:
+        done, kept = self.epochs_done, "no epoch was finished"
+        if done:
+            kept = f"the checkpoint of epoch {done} and the metrics so far are kept in {self.run.directory}"
+        raise DivergedError(
+            f"training diverged in epoch {done + 1} {where}: the loss is no longer finite with "
+            f"task.lr={self.config.task.lr:g}; {kept}"
+        )
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> dict[str, float]:
+        """Full train loss over all workers' units, and test metrics. Worker by worker, summed in worker order."""
+        parameters = self.flat.unflatten(self.parameters)
+        shares = torch.arange(self.task.test_units, device=self.device).tensor_split(self.config.workers)[
+            self.group.local
+        ]
+        train = self._totals("train", parameters, list(self.owned))
+        test = self._totals("test", parameters, list(shares))
+        metrics = self.task.metrics(train, test)
+        if not all(map(_finite, metrics.values())):
+            self._diverged("at its end")
+        return metrics
+
+    def _totals(self, split: str, parameters: dict[str, Tensor], shares: list[Tensor]) -> dict[str, float]:
+        rows, names = [], []
+        for share in shares:
+            sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+            for indices in share.split(EVALUATION_UNITS):
+                for name, total in self.task.totals(split, parameters, *self.task.fetch(split, indices)).items():
+                    sums[name] += total.double()
+            names = sorted(sums)
+            rows.append(torch.stack([sums[name] for name in names]))
+        summed = self.group.gather(torch.stack(rows)).sum(0)
+        return dict(zip(names, summed.tolist(), strict=True))
+
+    def _order_hash(self, order: Tensor) -> str:
+        return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _finite(value: float) -> bool:
+    return abs(value) != float("inf") and value == value
+
+
+def _progress_bar(trainer: Trainer) -> tqdm:
+    config = trainer.config
+    return tqdm(
+        total=config.epochs * trainer.steps,
+        initial=trainer.epochs_done * trainer.steps,
+        desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
+        unit="step",
+        disable=trainer.group.rank > 0 or not sys.stderr.isatty(),
+        dynamic_ncols=True,
+    )

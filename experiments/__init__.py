@@ -1,0 +1,1 @@
+"""Entry points: `python -m experiments.launch` (sweeps) and `torchrun -m experiments.train` (one run)."""

@@ -1,0 +1,118 @@
+"""One training run: the torchrun target.
+
+    torchrun --nproc_per_node=4 -m experiments.train task=lr_hmda sorter=cd_grab workers=4 seed=0 task.lr=5e-3
+    python -m experiments.train sorter=d_rr epochs=3 data=embedded        # one process hosting all workers
+
+Settings are Hydra overrides (key=value) of configs/config.yaml. The most used:
+    task, sorter, workers, seed, epochs, data=auto|embedded, run_dir, resume=true|false, device=auto|cpu|cuda,
+    task.lr, task.batch, task.state, sorter.<option>
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+
+import torch
+
+from cdgrab import runlog, workers
+from cdgrab.config import Run, compose, known_names
+from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.tasks import make_task
+from cdgrab.train import Trainer
+
+log = logging.getLogger("cdgrab")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused or diverged with one sentence on stderr, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\n{known_names()}")
+        return 0
+    try:
+        train(compose(arguments))
+        return 0
+    except CdgrabError as error:
+        if workers.launched_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        workers.disconnect()
+
+
+def train(run: Run) -> None:
+    """Carry out one run, unless it is complete already."""
+    group = workers.connect(run.config.workers)
+    if not may_start(run, speak=group.rank == 0):
+        return
+    device = workers.pick_device(run.config.device)
+    torch.set_num_threads(run.config.threads)
+    task = make_task(run.config, run.source, device)
+    trainer = Trainer(run, task, group, device)
+    if run.config.resume:
+        trainer.load()
+    run_log = runlog.RunLog(run, active=group.rank == 0)
+    run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
+    group.barrier()  # the folder is there
+    _log_to_file(run, group.rank)
+    log.info(
+        "%s on %s, %d of %d epochs done", run.directory, run.source.description, trainer.epochs_done, run.config.epochs
+    )
+    try:
+        trainer.fit(run_log)
+    except DivergedError as error:
+        run_log.finish("diverged", str(error))
+        log.error("%s", error)
+        raise
+    except KeyboardInterrupt:
+        run_log.finish("interrupted")
+        if group.rank == 0:
+            done, epochs = trainer.epochs_done, run.config.epochs
+            print(f"interrupted after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
+        raise
+    run_log.finish("finished")
+    log.info("finished")
+
+
+def may_start(run: Run, speak: bool = True) -> bool:
+    """False (and says so) when the run is complete; refuses a folder that holds something else."""
+    manifest = runlog.read_manifest(run.directory)
+    if not manifest:
+        return True
+    if manifest["config"] != run.science:
+        ours, theirs = run.science, manifest["config"]
+        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+        details = ", ".join(f"{k}={theirs.get(k)} there, {ours.get(k)} here" for k in differing)
+        raise CdgrabError(f"{run.directory} holds a run with other settings ({details}); choose another run_dir")
+    done = len(runlog.read_metrics(run.directory / "metrics.jsonl"))
+    if manifest["status"] == "finished" and done >= run.config.epochs:
+        if speak:
+            print(
+                f"already complete: {run.directory} ({done} epochs); delete the folder or set run_dir to run it again"
+            )
+        return False
+    if not run.config.resume:
+        raise CdgrabError(
+            f"{run.directory} holds an unfinished run ({done} of {run.config.epochs} epochs); "
+            "add resume=true to go on with it, or choose another run_dir"
+        )
+    return True
+
+
+def _log_to_file(run: Run, rank: int) -> None:
+    """Every rank writes its own log, crashes of the interpreter included."""
+    folder = run.directory / "logs"
+    folder.mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    faulthandler.enable(handler.stream)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

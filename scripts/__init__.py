@@ -1,0 +1,1 @@
+"""Helpers that people and the Makefile run: `python -m scripts.<name> --help`."""

@@ -1,0 +1,78 @@
+"""The launcher that make and sweeps go through: one run, through torchrun, on this machine.
+
+Uses torchrun's own Python interface, so that a failing rank ends in one sentence instead of a page of agent logs.
+A free port is found by the rendezvous; when one rank dies, torchrun stops the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from cdgrab.config import ROOT, compose
+from cdgrab.errors import CdgrabError
+from cdgrab.runlog import read_metrics
+from cdgrab.workers import WorkerGroup
+from experiments.train import may_start
+
+
+def process_count(wanted: int | str, workers: int) -> int:
+    """auto: one process per GPU as far as that divides the workers; one process on a CPU."""
+    if wanted == "auto":
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1
+        return max(n for n in range(1, min(max(gpus, 1), workers) + 1) if workers % n == 0)
+    if not isinstance(wanted, int) or wanted < 1:
+        raise CdgrabError(f"nproc must be auto or a whole number of at least 1, got {wanted!r}")
+    return wanted
+
+
+def launch(overrides: list[str]) -> int:
+    """Carry out one run unless it is complete; an interrupted one goes on. Returns the exit status."""
+    if not any(override.startswith("resume=") for override in overrides):
+        overrides = [*overrides, "resume=true"]
+    try:
+        run = compose(overrides)
+        processes = process_count(run.config.nproc, run.config.workers)
+        WorkerGroup(run.config.workers, world_size=processes)  # refuses processes that do not divide the workers
+        if not may_start(run):
+            return 0
+    except CdgrabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"running {run.directory} on {run.source.description}, {processes} process{'es' * (processes > 1)}", flush=True
+    )
+    status = torchrun(["-m", "experiments.train", *overrides], processes)
+    if status == 0:
+        last = read_metrics(run.directory / "metrics.jsonl")[-1]
+        shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_"))}
+        print("  " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
+    return status
+
+
+def torchrun(arguments: list[str], processes: int) -> int:
+    """`torchrun --standalone --nproc-per-node=processes` with Python arguments; the first failing rank's status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, entrypoint=sys.executable)(*arguments)
+        return 0
+    except ChildFailedError as error:
+        return next(iter(error.failures.values())).exitcode
