@@ -78,7 +78,8 @@ def validate(config: DictConfig) -> None:
     unknown = set(config.sorter) - {"name"} - known
     if unknown:
         raise CdgrabError(
-            f"sorter {config.sorter.name} has no setting {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}"
+            f"sorter {config.sorter.name} has no setting {', '.join(sorted(unknown))}; "
+            f"it takes {', '.join(sorted(known))}"
         )
     if config.task.batch % config.workers:
         raise CdgrabError(

@@ -26,7 +26,11 @@ class Optimiser:
         self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
         # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
         self.state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
-        self._update = Compiled(self._functional_update, compiled).for_inputs(parameters, parameters, *self.state)
+        gradient = torch.zeros_like(parameters)  # not `parameters` again: tracing tells inputs apart by identity
+        # torchopt's momentum leaves its factor out in the first call it ever sees, a Python flag that would be traced
+        # (and would come back with every resume): use that call up on zeros, where it makes no difference.
+        self._functional_update(parameters, gradient, *self.state)
+        self._update = Compiled(self._functional_update, compiled).for_inputs(parameters, gradient, *self.state)
 
     def _functional_update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         nested = pytree.tree_unflatten(list(state), self._spec)

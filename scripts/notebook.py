@@ -1,0 +1,54 @@
+"""Execute a notebook of notebooks/ and keep the executed copy under results/notebooks.
+
+python -m scripts.notebook fig3a_lr_hmda            # all data sources that have runs
+python -m scripts.notebook fig3a_lr_hmda --in-place # refresh the committed outputs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
+
+from cdgrab.config import ROOT
+
+
+def execute(name: str, in_place: bool = False) -> Path:
+    """The path of the executed notebook. An error in a cell is raised with that cell's traceback."""
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    target = source if in_place else ROOT / "results" / "notebooks" / source.name
+    notebook = nbformat.read(source, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(ROOT)}},
+        config=Config({"KernelManager": {"transport": "ipc"}}),  # local sockets: no port is opened
+    ).execute()
+    for cell in notebook.cells:
+        cell.get("metadata", {}).pop("execution", None)  # time stamps would make every execution a change
+    target.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, target)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
+    parser.add_argument("--in-place", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        print(execute(arguments.name, arguments.in_place))
+    except CellExecutionError as error:
+        print(f"error: notebook {arguments.name} failed: {error.ename}: {error.evalue}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
