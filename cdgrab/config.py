@@ -15,8 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .data.sources import Source
 from .errors import CdgrabError
-from .sorters import SORTERS, sorter_options
+from .gradients import GRADIENTS
+from .optimisers import OPTIMISERS, SCHEDULES
+from .sorters import SORTERS, refuse_unknown_options
 from .tasks import TASKS, locate_data
+from .tasks.base import DTYPES, PARTITIONS
+from .workers import DEVICES
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -40,6 +44,15 @@ class Run:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
         return {key: value for key, value in flat.items() if key not in DEPLOYMENT} | {"source": self.source.label}
+
+
+def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
+    """Refuse to go on with results of other settings. Settings that did not exist when they were stored don't count."""
+    now = run.science
+    differing = sorted(key for key in stored.keys() & now.keys() if stored[key] != now[key])
+    if differing:
+        details = ", ".join(f"{key}={stored[key]} there, {now[key]} here" for key in differing)
+        raise CdgrabError(f"{holder} holds a run with other settings ({details}); choose another run_dir")
 
 
 def choices(group: str) -> list[str]:
@@ -69,18 +82,18 @@ def validate(config: DictConfig) -> None:
     _whole(config, "seed", 0)
     _whole(config, "threads", 1)
     _whole(config, "task.batch", 1)
+    _one_of(config, "task.optimiser", OPTIMISERS)
+    _one_of(config, "task.schedule.kind", SCHEDULES)
+    _one_of(config, "task.partition", PARTITIONS)
+    _one_of(config, "task.gradients", GRADIENTS)
+    _one_of(config, "task.dtype", tuple(DTYPES))
+    _one_of(config, "device", DEVICES)
+    for key in ("resume", "compile", "task.truncate"):
+        _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)
     _number(config, "task.weight_decay", at_least=0.0)
-    if config.sorter.name not in SORTERS:
-        raise CdgrabError(f"unknown sorter {config.sorter.name!r}; the sorters are {', '.join(SORTERS)}")
-    known = sorter_options(config.sorter.name)
-    unknown = set(config.sorter) - {"name"} - known
-    if unknown:
-        raise CdgrabError(
-            f"sorter {config.sorter.name} has no setting {', '.join(sorted(unknown))}; "
-            f"it takes {', '.join(sorted(known))}"
-        )
+    refuse_unknown_options(config.sorter.name, set(config.sorter) - {"name"})
     if config.task.batch % config.workers:
         raise CdgrabError(
             f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
@@ -94,7 +107,7 @@ def _compose(overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra_compose("config", overrides)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise CdgrabError("; ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
 
 
@@ -138,6 +151,13 @@ def _flatten(tree: dict, prefix: str = "") -> dict:
             _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return flat
+
+
+def _one_of(config: DictConfig, key: str, allowed: tuple) -> None:
+    value = OmegaConf.select(config, key)
+    if value not in allowed:
+        names = [str(name).lower() for name in allowed]
+        raise CdgrabError(f"{key} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
 
 
 def _whole(config: DictConfig, key: str, least: int) -> None:

@@ -28,6 +28,7 @@ class FlatParameters:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
+GRADIENTS = ("vmap", "backward")
 GradientFunction = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -39,11 +40,7 @@ def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str
     pay for them. `how`: vmap (torch.func, all units at once) or backward (one backward pass per unit or worker, for
     models that vmap cannot take efficiently).
     """
-    if how == "vmap":
-        return _by_vmap(task, flat, per_unit)
-    if how == "backward":
-        return _by_backward(task, flat, per_unit)
-    raise ValueError(f"gradients must be vmap or backward, got {how!r}")
+    return {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat, per_unit)
 
 
 def _by_vmap(task: Task, flat: FlatParameters, per_unit: bool) -> GradientFunction:

@@ -27,6 +27,8 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
         order = torch.as_tensor(order, device=vectors.device)
         if order.shape != (workers, units):
             raise CdgrabError(f"order must have shape {(workers, units)}, got {tuple(order.shape)}")
+        if not torch.equal(order.sort(dim=1).values, torch.arange(units, device=order.device).expand(workers, units)):
+            raise CdgrabError(f"order must be a permutation of 0 … {units - 1} for every worker")
         vectors = vectors.gather(1, order[:, :, None].expand(workers, units, dim))
     centred = vectors.double()
     centred = centred - centred.mean(dim=(0, 1))

@@ -26,7 +26,7 @@ class RunLog:
         self.directory, self.active = run.directory, active
         self.metrics_path = run.directory / "metrics.jsonl"
         self.manifest_path = run.directory / "manifest.json"
-        self._epochs: list[dict] = []
+        self._phases: list[dict] = []  # seconds of every epoch, by phase
         self._manifest: dict = {}
 
     def begin(
@@ -43,7 +43,7 @@ class RunLog:
             )
         write_atomically(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
         before = read_manifest(self.directory) if done else {}
-        self._epochs = before.get("epochs", [])[:done]
+        self._phases = [line["phases"] for line in kept]
         self._manifest = {
             "status": "running",
             "name": run.config.name,
@@ -64,7 +64,7 @@ class RunLog:
         }
         self._write_manifest()
 
-    def record(self, metrics: dict, phases: dict[str, float]) -> None:
+    def record(self, metrics: dict) -> None:
         """One finished epoch."""
         if not self.active:
             return
@@ -72,7 +72,7 @@ class RunLog:
             file.write(json.dumps(metrics) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._epochs.append({name: round(seconds, 6) for name, seconds in phases.items()})
+        self._phases.append(metrics["phases"])
 
     def finish(self, status: str, reason: str | None = None) -> None:
         """status: finished, interrupted or diverged."""
@@ -83,11 +83,11 @@ class RunLog:
             self._write_manifest()
 
     def _write_manifest(self) -> None:
-        count = max(len(self._epochs), 1)
-        names = self._epochs[0] if self._epochs else {}
-        mean = {name: round(sum(epoch[name] for epoch in self._epochs) / count, 6) for name in names}
+        epochs = max(len(self._phases), 1)
+        names = self._phases[0] if self._phases else {}
+        mean = {name: round(sum(phases[name] for phases in self._phases) / epochs, 6) for name in names}
         timing = {"seconds_per_epoch": round(sum(mean.values()), 6), "phases": mean}
-        content = self._manifest | {"updated": _now(), "timing": timing, "epochs": self._epochs}
+        content = self._manifest | {"updated": _now(), "timing": timing}
         write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
 
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from . import checkpoint, streams
 from .compiled import Compiled
-from .config import Run
-from .errors import CdgrabError, DivergedError
+from .config import Run, refuse_other_settings
+from .errors import DivergedError
 from .gradients import FlatParameters, gradient_function
 from .optimisers import Optimiser
 from .runlog import RunLog
@@ -132,8 +132,7 @@ class Trainer:
         saved = checkpoint.load(self.run.directory, torch.device("cpu"))
         if saved is None:
             return
-        if saved["science"] != self.run.science:
-            raise CdgrabError(f"{self.run.directory} holds a run with other settings; use another run_dir")
+        refuse_other_settings(self.run, saved["science"], self.run.directory)
         self.epochs_done = saved["epochs_done"]
         self.parameters = saved["parameters"].to(self.device)
         self.optimiser.state = [tensor.to(self.device) for tensor in saved["optimiser"]]
@@ -153,10 +152,16 @@ class Trainer:
                 order_hash = self._order_hash(order)
                 clock.lap("evaluation")
                 self.epochs_done += 1
-                training = sum(seconds for phase, seconds in clock.seconds.items() if phase != "evaluation")
+                phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
+                training = round(sum(phases.values()) - phases["evaluation"], 6)
                 log.record(
-                    {"epoch": self.epochs_done, **metrics, "seconds": round(training, 6), "order_hash": order_hash},
-                    clock.seconds,
+                    {
+                        "epoch": self.epochs_done,
+                        **metrics,
+                        "seconds": training,
+                        "order_hash": order_hash,
+                        "phases": phases,
+                    }
                 )
                 self.save()
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .errors import CdgrabError
 
+DEVICES = ("auto", "cpu", "cuda")
+
 # The first name is new in torch 2.13, where the second is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -73,8 +75,6 @@ def launched_world_size() -> int:
 
 def pick_device(wanted: str = "auto") -> torch.device:
     """auto: a GPU when there is one. Ranks share GPUs in turn when there are fewer GPUs than ranks."""
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise CdgrabError(f"device must be auto, cpu or cuda, got {wanted!r}")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise CdgrabError("device=cuda was asked for, but no GPU is available here; use device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():

@@ -17,7 +17,7 @@ import sys
 import torch
 
 from cdgrab import runlog, workers
-from cdgrab.config import Run, compose, known_names
+from cdgrab.config import Run, compose, known_names, refuse_other_settings
 from cdgrab.errors import CdgrabError, DivergedError
 from cdgrab.tasks import make_task
 from cdgrab.train import Trainer
@@ -83,11 +83,7 @@ def may_start(run: Run, speak: bool = True) -> bool:
     manifest = runlog.read_manifest(run.directory)
     if not manifest:
         return True
-    if manifest["config"] != run.science:
-        ours, theirs = run.science, manifest["config"]
-        differing = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
-        details = ", ".join(f"{k}={theirs.get(k)} there, {ours.get(k)} here" for k in differing)
-        raise CdgrabError(f"{run.directory} holds a run with other settings ({details}); choose another run_dir")
+    refuse_other_settings(run, manifest["config"], run.directory)
     done = len(runlog.read_metrics(run.directory / "metrics.jsonl"))
     if manifest["status"] == "finished" and done >= run.config.epochs:
         if speak:

@@ -7,7 +7,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-# Reassociation lets the inner products use vector units; it changes their last bits only, always in the same way.
+# Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
+# memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
 _compile = njit(cache=True, nogil=True, fastmath={"reassoc"})
 
 
@@ -92,7 +93,7 @@ def _new_signs(rows: Tensor) -> Tensor:
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     """See `cdgrab.balance.balance`."""
     signs = _new_signs(rows)
-    _balance(rows.numpy(), running.numpy(), limits.numpy(), signs.numpy())
+    _balance(rows.contiguous().numpy(), running.numpy(), limits.contiguous().numpy(), signs.numpy())
     return signs
 
 
@@ -102,7 +103,12 @@ def balance_centred(
     """See `cdgrab.balance.balance_centred`."""
     signs = _new_signs(gradients)
     _balance_centred(
-        gradients.numpy(), running.numpy(), stale_mean.numpy(), fresh_sum.numpy(), limits.numpy(), signs.numpy()
+        gradients.contiguous().numpy(),
+        running.numpy(),
+        stale_mean.numpy(),
+        fresh_sum.numpy(),
+        limits.contiguous().numpy(),
+        signs.numpy(),
     )
     return signs
 
@@ -110,5 +116,12 @@ def balance_centred(
 def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
     """See `cdgrab.balance.balance_kh`."""
     signs = _new_signs(rows)
-    _balance_kh(rows.numpy(), running.numpy(), q.numpy(), penalties.numpy(), uniforms.numpy(), signs.numpy())
+    _balance_kh(
+        rows.contiguous().numpy(),
+        running.numpy(),
+        q.numpy(),
+        penalties.numpy(),
+        uniforms.contiguous().numpy(),
+        signs.numpy(),
+    )
     return signs

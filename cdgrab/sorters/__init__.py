@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable
 
 from ..errors import CdgrabError
 from .balancing import CoordinatedPairBalance, KernelHalving, MeanBalance, PairBalance
@@ -25,28 +25,28 @@ SORTERS: dict[str, type[Sorter]] = {
 LABELS = {name: cls.label for name, cls in SORTERS.items()} | {"grab": "GraB", "grab_pair": "GraB (PairBal)"}
 
 
-def sorter_options(name: str) -> set[str]:
+def sorter_options(name: str) -> tuple[str, ...]:
     """Option names that the sorter takes beyond workers, units, dim, seed and group."""
-    options: set[str] = set()
-    for cls in _class(name).__mro__[:-1]:
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        options |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    return options - {"workers", "units", "dim", "seed", "group"}
+    return _class(name).options
 
 
 def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0, group=None, **options) -> Sorter:
     """A sorter by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
 
-    Options: `initial` (random | identity) for all; `shared` for d_rr; `rule` (greedy | walk) and `walk_width` for the
-    balancing sorters; `exchange_mb` for cd_grab; `epochs`, `delta` for kh.
+    Options: `initial` (random | identity) for those that keep an order; `shared` for d_rr; `rule` (greedy | walk) and
+    `walk_width` for the balancing sorters; `exchange_mb` for cd_grab; `epochs`, `delta` for kh.
     """
-    unknown = set(options) - sorter_options(name)
-    if unknown:
-        known = ", ".join(sorted(sorter_options(name)))
-        raise CdgrabError(f"sorter {name} has no option {', '.join(sorted(unknown))}; it takes {known}")
+    refuse_unknown_options(name, options)
     return _class(name)(workers=workers, units=units, dim=dim, seed=seed, group=group, **options)
+
+
+def refuse_unknown_options(name: str, options: Iterable[str]) -> None:
+    """One sentence that names the options there are."""
+    known = sorter_options(name)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise CdgrabError(f"sorter {name} has no option {', '.join(unknown)}; {takes}")
 
 
 def _class(name: str) -> type[Sorter]:

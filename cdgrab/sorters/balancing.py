@@ -5,6 +5,8 @@ Running sums are float64 whatever the gradients are: one vector costs little, an
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,14 +22,15 @@ class BalancingSorter(Sorter):
     """Shared by all: a running sum that starts at zero every epoch, and the signs of this epoch so far."""
 
     needs_gradients = True
+    options = ("initial", "rule", "walk_width")
     per_worker = ("_order", "_signs", "_running")
 
     def __init__(self, *, rule: str = "greedy", walk_width: float = 30.0, **common) -> None:
         super().__init__(**common)
         if rule not in RULES:
             raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-        if not walk_width > 0:
-            raise CdgrabError(f"walk_width must be positive, got {walk_width}")
+        if not 0 < walk_width < math.inf:
+            raise CdgrabError(f"walk_width must be a positive number, got {walk_width}")
         self.rule, self.walk_width = rule, float(walk_width)
         self._running = torch.zeros(self._sums(), self.dim, dtype=torch.float64)
         self._signs = torch.zeros(self.local_workers, self._decisions(), dtype=torch.int8)
@@ -150,6 +153,7 @@ class CoordinatedPairBalance(PairBalance):
     """
 
     label = "CD-GraB"
+    options = (*PairBalance.options, "exchange_mb")
     per_worker = ("_order", "_signs", "_unpaired")
     shared = ("_running",)
 
@@ -196,6 +200,7 @@ class KernelHalving(PairBalance):
     """
 
     label = "KH-SGD"
+    options = ("initial", "epochs", "delta")
     per_worker = (*PairBalance.per_worker, "_q")
 
     def __init__(self, *, epochs: int = 100, delta: float = 0.5, **common) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ class Sorter:
     """
 
     label: str = ""
+    options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False
     per_worker: tuple[str, ...] = ("_order",)
     shared: tuple[str, ...] = ()
@@ -37,12 +39,11 @@ class Sorter:
         initial: str = "random",
         group: WorkerGroup | None = None,
     ) -> None:
-        for name, value, least in (("workers", workers, 1), ("units", units, 1), ("dim", dim, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
         if initial not in ("random", "identity"):
             raise CdgrabError(f"initial must be random or identity, got {initial!r}")
-        self.workers, self.units, self.dim, self.seed, self.initial = workers, units, dim, seed, initial
+        self.initial = initial
+        self.workers, self.units = _count("workers", workers, 1), _count("units", units, 1)
+        self.dim, self.seed = _count("dim", dim, 1), _count("seed", seed, 0)
         self.group = group or WorkerGroup(workers)
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
@@ -65,7 +66,7 @@ class Sorter:
             self._order = self._next_order(epoch)
             self.epoch, self.position = epoch, 0
             self._start_epoch()
-        elif epoch != self.epoch:
+        elif epoch != self.epoch or self.epoch < 0:
             raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
         return self._order.clone()
 
@@ -76,12 +77,12 @@ class Sorter:
         gradients [local workers, k, dim], a copy is taken of whatever has to be kept. Any split of the epoch into
         calls gives the same result. A refused call changes nothing.
         """
-        positions = torch.as_tensor(positions, dtype=torch.long)
+        positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
         self._check(positions, gradients)
         if not len(positions):
             return
         if self.needs_gradients:
-            self._take(gradients.detach())
+            self._take(gradients if gradients.dtype in (torch.float32, torch.float64) else gradients.float())
         self.position += len(positions)
 
     def state_dict(self) -> dict:
@@ -96,6 +97,8 @@ class Sorter:
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
+        if not isinstance(state, dict) or not {"identity", "epoch", "position", "per_worker", "shared"} <= state.keys():
+            raise CdgrabError("this is not the state of a sorter")
         mine, theirs = self._identity(), dict(state["identity"])
         if mine != theirs:
             differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
@@ -160,15 +163,16 @@ class Sorter:
     def _check(self, positions: Tensor, gradients: Tensor) -> None:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
-        k = len(positions) if positions.dim() == 1 else -1
-        expected = (self.local_workers, k, self.dim)
-        if k < 0 or tuple(gradients.shape) != expected:
+        if positions.dim() != 1 or (positions.is_floating_point() and len(positions)):
+            raise CdgrabError(f"positions must be a list of whole numbers, got {positions.tolist()}")
+        k = len(positions)
+        if tuple(gradients.shape) != (self.local_workers, k, self.dim):
             raise CdgrabError(
-                "gradients must have shape [workers, positions, dim] = "
-                f"{list(expected) if k >= 0 else 'with one-dimensional positions'}, got {list(gradients.shape)}"
+                f"gradients must have shape [workers, positions, dim] = {[self.local_workers, k, self.dim]}, "
+                f"got {list(gradients.shape)}"
             )
         end = self.position + k
-        if not torch.equal(positions.cpu(), torch.arange(self.position, end)) or end > self.units:
+        if not torch.equal(positions.cpu().long(), torch.arange(self.position, end)) or end > self.units:
             raise CdgrabError(
                 f"positions must go on from {self.position} and end before {self.units}, got {_brief(positions)}"
             )
@@ -176,6 +180,25 @@ class Sorter:
             raise CdgrabError(
                 f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
             )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
+def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
+    try:
+        return torch.as_tensor(list(value) if isinstance(value, range) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CdgrabError(
+            f"{name} must be a tensor or something that becomes one, got {type(value).__name__}"
+        ) from error
 
 
 def _brief(positions: Tensor) -> str:

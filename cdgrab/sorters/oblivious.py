@@ -18,6 +18,7 @@ class DistributedRandomReshuffling(Sorter):
     """
 
     label = "D-RR"
+    options = ("shared",)
 
     def __init__(self, *, shared: bool = False, **common) -> None:
         super().__init__(**common)
@@ -36,6 +37,7 @@ class ShuffleOnce(Sorter):
     """SO: one random permutation per worker, kept for ever."""
 
     label = "Shuffle once"
+    options = ("initial",)
 
     def _next_order(self, epoch: int) -> Tensor:
         return self._first_order() if epoch == 0 else self._order
@@ -58,6 +60,7 @@ class Riffle(Sorter):
     """
 
     label = "Riffle"
+    options = ("initial",)
 
     def _next_order(self, epoch: int) -> Tensor:
         if epoch == 0:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..data.sources import Source
 from ..errors import CdgrabError
 
+PARTITIONS = ("random", "contiguous")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -53,7 +54,5 @@ def partition(units: int, workers: int, how: str, permutation: Tensor) -> Tensor
     per_worker = units // workers
     if per_worker < 1:
         raise CdgrabError(f"there are fewer training units ({units}) than workers ({workers}); use fewer workers")
-    if how not in ("random", "contiguous"):
-        raise CdgrabError(f"task.partition must be random or contiguous, got {how!r}")
     owned = permutation if how == "random" else torch.arange(units)
     return owned[: per_worker * workers].view(workers, per_worker)

@@ -1,0 +1,95 @@
+"""Settings and helpers shared by the tests of sorters, balancing and herding."""
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+import cdgrab
+from cdgrab import reference, streams
+
+settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("reproducible")
+torch.set_num_threads(1)
+
+BALANCING = ["grab", "grab_pair", "id_grab_bal", "id_grab_pair", "cd_grab"]
+GRADIENT_AWARE = [*BALANCING, "kh"]
+OBLIVIOUS = ["d_rr", "shuffle_once", "flip_flop", "riffle"]
+ALL = [*OBLIVIOUS, *GRADIENT_AWARE]
+SEED = 5
+
+
+def make(name, workers=3, units=8, dim=5, **options):
+    return cdgrab.make_sorter(name, **{"workers": workers, "units": units, "dim": dim, "seed": SEED} | options)
+
+
+def make_gradients(kind, epochs, workers, units, dim, seed=0):
+    """[epochs, workers, units, dim]. All but `random` are whole multiples of `units`: sums, means and inner products
+    are then exact in floating point, so that exact ties are ties for every implementation."""
+    rng = np.random.default_rng(seed)
+    shape = (epochs, workers, units, dim)
+    values = {
+        "random": lambda: rng.normal(size=shape),
+        "repeated": lambda: units * rng.integers(-3, 4, size=(3, dim))[rng.integers(3, size=shape[:3])],
+        "tied": lambda: units * rng.integers(-1, 2, size=shape),
+        "zero": lambda: np.zeros(shape),
+    }[kind]()
+    return torch.from_numpy(values.astype(np.float64))
+
+
+def feed(sorter, gradients, cuts=(), start=0):
+    """The rest of an epoch in calls that end at `cuts`, all through one buffer that is overwritten after each call."""
+    units = gradients.shape[1]
+    buffer = torch.empty_like(gradients)
+    for a, b in pairwise([start, *sorted(c for c in cuts if start < c < units), units]):
+        view = buffer[:, : b - a].copy_(gradients[:, a:b])
+        sorter.observe(range(a, b), view)
+        assert torch.equal(view, gradients[:, a:b]), "observe changed the caller's gradients"
+        buffer.fill_(torch.nan)
+
+
+def run(sorter, gradients, cuts=(), feed=feed):
+    """Orders of all epochs and of the one after, [epochs + 1, workers, units]."""
+    orders = []
+    for epoch, epoch_gradients in enumerate(gradients):
+        orders.append(sorter.order(epoch))
+        feed(sorter, epoch_gradients, cuts)
+    return torch.stack([*orders, sorter.order(len(gradients))])
+
+
+def walk(width, draws, r, v):
+    """Takes the place of the oracle's greedy rule."""
+    return +1 if float(np.dot(r, v)) <= width * next(draws) else -1
+
+
+def oracle(name, first_order, gradients, walk_width=None, kh_epochs=100):
+    """The orders that `run` must give, from `cdgrab.reference` and the sorter's random streams."""
+    _, workers, units, dim = gradients.shape
+    orders, means = [first_order.tolist()], np.zeros((workers, dim))
+    decisions = units if name in ("grab", "id_grab_bal") else units // 2
+    for epoch, g in enumerate(gradients.double().numpy()):
+        draws = np.stack([streams.symmetric_uniform(decisions, SEED, "walk", w, epoch) for w in range(workers)])
+        visits = iter((draws.T if name == "cd_grab" else draws).ravel())
+        with pytest.MonkeyPatch.context() as patch:
+            if walk_width:
+                patch.setattr(reference, "greedy", partial(walk, walk_width, visits))
+            if name == "kh":
+                new = reference.kh(orders[-1], g, draws, epoch + 1, kh_epochs)
+            elif name == "cd_grab":
+                new = reference.cd_grab(orders[-1], g)
+            elif name in ("grab_pair", "id_grab_pair"):
+                new = reference.id_grab_pair(orders[-1], g)
+            else:
+                new, means = reference.id_grab_bal(orders[-1], g, means)
+        orders.append(new)
+    return torch.tensor(orders)
+
+
+def assert_independent(permutations):
+    """Two independent permutations agree in one place on average, and in more than ten with probability 1e-8."""
+    for i, one in enumerate(permutations):
+        for other in permutations[i + 1 :]:
+            assert int((one == other).sum()) <= 10 and int((one == other.flip(0)).sum()) <= 10

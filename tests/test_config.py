@@ -1,0 +1,130 @@
+"""Configurations: every choice composes and builds, folders tell runs apart, bad settings get one sentence."""
+
+import re
+
+import pytest
+import torch
+
+from cdgrab.config import choices, compose
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters import SORTERS, make_sorter, sorter_options
+from cdgrab.tasks import TASKS
+from cdgrab.workers import WorkerGroup
+from experiments import train
+from scripts.launcher import process_count
+
+
+def test_every_sorter_and_task_has_its_yaml():
+    assert set(choices("sorter")) == set(SORTERS)
+    assert set(choices("task")) == set(TASKS)
+
+
+@pytest.mark.parametrize("sorter", sorted(SORTERS))
+def test_every_sorter_config_builds_and_shows_all_options(sorter):
+    config = compose(["data=embedded", f"sorter={sorter}"]).config
+    built = make_sorter(workers=2, units=6, dim=3, **config.sorter)
+    built.order(0)
+    assert set(config.sorter) - {"name"} == set(sorter_options(sorter))
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_composes(experiment):
+    run = compose([f"experiment={experiment}", "data=embedded"])
+    assert run.config.name == experiment and experiment in run.directory.parts
+
+
+def test_embedded_settings_apply_unless_overridden(tmp_path):
+    assert compose(["data=embedded"]).config.task.lr == 0.05
+    assert compose(["data=embedded", "task.lr=5e-3"]).config.task.lr == 0.005
+    (tmp_path / "hmda").mkdir()
+    (tmp_path / "hmda" / "2017-NJ-features.csv").touch()
+    assert compose([f"data_root={tmp_path}"]).config.task.lr == 0.005
+
+
+def test_runs_that_differ_never_share_a_folder():
+    variants = [
+        [],
+        ["sorter=d_rr"],
+        ["sorter=d_rr", "sorter.shared=true"],
+        ["seed=1"],
+        ["workers=8"],
+        ["epochs=3"],
+        ["task.lr=0.1"],
+        ["task.partition=contiguous"],
+        ["experiment=fig3a_lr_hmda"],
+        ["experiment=fig3a_lr_hmda", "task.truncate=false"],
+    ]
+    folders = [compose(["data=embedded", *variant]).directory for variant in variants]
+    assert len(set(folders)) == len(variants)
+    assert str(folders[0]) == "results/runs/lr_hmda/adhoc/embedded/cd_grab-s0"
+    assert str(folders[5]) == "results/runs/lr_hmda/adhoc/embedded,epochs=3/cd_grab-s0"
+    # where and how a run is carried out does not make it another run
+    elsewhere = compose(["data=embedded", "device=cpu", "nproc=4", "compile=false", "resume=true", "threads=2"])
+    assert elsewhere.directory == folders[0] and elsewhere.science == compose(["data=embedded"]).science
+
+
+BAD = [
+    (["task=nonsense"], "unknown task 'nonsense'; the tasks are lr_hmda"),
+    (["sorter=nonsense"], "unknown sorter 'nonsense'; the sorters are cd_grab, d_rr"),
+    (["experiment=nonsense"], "unknown experiment 'nonsense'; the experiments are fig3a_lr_hmda"),
+    (["workers=5"], "task.batch=16 cannot be split evenly over workers=5"),
+    (["workers=0"], "workers must be a whole number of at least 1"),
+    (["workers=two"], "workers must be a whole number"),
+    (["task.batch=4096", "workers=4096"], "fewer training units"),
+    (["epochs=0"], "epochs must be a whole number of at least 1"),
+    (["seed=-1"], "seed must be a whole number of at least 0"),
+    (["task.lr=fast"], "task.lr must be a number above 0"),
+    (["task.lr=nan"], "task.lr must be a number"),
+    (["task.lr=0"], "task.lr must be a number above 0"),
+    (["task.momentum=1"], "task.momentum must be a number at least 0 and below 1"),
+    (["task.optimiser=magic"], "task.optimiser must be sgd or adamw"),
+    (["task.schedule.kind=magic"], "task.schedule.kind must be constant, step or linear"),
+    (["task.dtype=float8"], "task.dtype must be float32 or float64"),
+    (["task.gradients=magic"], "task.gradients must be vmap or backward"),
+    (["task.partition=magic"], "task.partition must be random or contiguous"),
+    (["task.train_share=1.5"], "task.train_share must be between 0 and 1"),
+    (["task.unknown=1"], "unknown"),
+    (["sorter.rule=magic"], "rule must be one of greedy, walk"),
+    (["+sorter.magic=1"], "sorter cd_grab has no option magic"),
+    (["data=magic"], "data must be auto or embedded"),
+    (["data_root=/nowhere", "data=auto"], "/nowhere does not exist"),
+    (["task.state=NY", "data=auto"], "task.state=NY needs the HMDA files"),
+    (["resume=perhaps"], "resume must be true or false"),
+    (["device=magic"], "device must be auto, cpu or cuda"),
+    (["sorter"], "'sorter' is not a setting of the form key=value"),
+    (["task.lr="], "task.lr must be a number"),
+    (["=5"], "."),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[" ".join(settings) for settings, _ in BAD])
+def test_bad_settings_get_one_sentence_and_a_non_zero_exit(settings, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("CDGRAB_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)  # no ./data here
+    folder = tmp_path / "run"
+    status = train.main(["data=embedded", *settings, f"run_dir={folder}"])
+    printed = capsys.readouterr().err
+    assert status == 2
+    assert re.fullmatch(r"error: [^\n]+\n", printed) and message in printed
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said(tmp_path, capsys):
+    assert train.main(["data=embedded", "device=cuda", f"run_dir={tmp_path / 'run'}"]) == 2
+    assert "no GPU is available" in capsys.readouterr().err
+
+
+def test_help_lists_what_there_is(capsys):
+    assert train.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in [*SORTERS, *TASKS, *choices("experiment"), "torchrun", "resume"])
+
+
+def test_process_counts():
+    with pytest.raises(CdgrabError, match="workers=4 cannot be split evenly over 3 processes; start 1, 2 or 4 instead"):
+        WorkerGroup(4, world_size=3)
+    assert process_count(2, 4) == 2
+    assert 4 % process_count("auto", 4) == 0
+    with pytest.raises(CdgrabError, match="nproc must be"):
+        process_count("many", 4)

@@ -1,0 +1,222 @@
+"""One run from the command line: what it leaves behind, interruption and resuming, divergence, nothing overwritten."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from cdgrab import reference
+from cdgrab.config import ROOT, compose
+from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.sorters import SORTERS
+from cdgrab.tasks import make_task
+from cdgrab.train import PHASES, Trainer
+from cdgrab.workers import WorkerGroup
+from experiments import train
+
+
+def run(folder, *settings, expect=0):
+    assert train.main(["data=embedded", f"run_dir={folder}", *settings]) == expect
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def without_time(lines):
+    return [{key: value for key, value in line.items() if key not in ("seconds", "phases")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder, "epochs=12")
+    return folder
+
+
+def test_metrics_and_manifest(finished):
+    lines, manifest = read_metrics(finished / "metrics.jsonl"), read_manifest(finished)
+    assert [line["epoch"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["train_loss"] < lines[0]["train_loss"] < math.log(2)
+    assert all(len(line["order_hash"]) == 64 and line["seconds"] > 0 for line in lines)
+    assert manifest["status"] == "finished" and manifest["seed"] == 0
+    assert manifest["data"]["label"] == "embedded" and manifest["data"]["rows"]["train"] == 1591
+    assert manifest["sizes"] == {"workers": 4, "units": 397, "microbatch": 4, "steps_per_epoch": 100, "parameters": 56}
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert set(manifest["timing"]["phases"]) == set(lines[0]["phases"]) == set(PHASES)
+    mean = sum(sum(line["phases"].values()) for line in lines) / 12
+    assert manifest["timing"]["seconds_per_epoch"] == pytest.approx(mean, abs=1e-4)
+    training = sum(seconds for phase, seconds in lines[3]["phases"].items() if phase != "evaluation")
+    assert lines[3]["seconds"] == pytest.approx(training, abs=1e-5)
+
+
+def test_metrics_equal_an_independent_training_loop(tmp_path):
+    """The whole pipeline against plain PyTorch and the reference sorter: float64, odd units, short last step."""
+    lines = run(tmp_path / "run", "epochs=3", "workers=2", "task.batch=6")
+    config = compose(["data=embedded", "workers=2", "task.batch=6"])
+    task = make_task(config.config, config.source, torch.device("cpu"))
+    owned = Trainer(config, task, WorkerGroup(2), torch.device("cpu")).owned
+    model = task.model
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits
+    sorter_order = Trainer(config, task, WorkerGroup(2), torch.device("cpu")).sorter.order(0).tolist()
+    for line in lines:
+        seen = [[], []]
+        for start in range(0, 795, 3):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            count = min(3, 795 - start)
+            for w in range(2):
+                for position in range(start, start + count):
+                    x, y = task.fetch("train", owned[w][sorter_order[w][position]])
+                    gradient = torch.autograd.grad(bce(model(x)[0], y), list(model.parameters()))
+                    seen[w].append(torch.cat([g.flatten() for g in gradient]).numpy())
+                    total = [t + g / (2 * count) for t, g in zip(total, gradient, strict=True)]
+            for p, g in zip(model.parameters(), total, strict=True):
+                p.grad = g
+            optimiser.step()
+        x, y = task.fetch("train", owned.flatten())
+        assert line["train_loss"] == pytest.approx(bce(model(x)[:, 0], y).item(), abs=1e-12)
+        x, y = task.fetch("test", torch.arange(task.test_units))
+        assert line["test_accuracy"] == pytest.approx(100 * float(((model(x)[:, 0] > 0) == (y > 0.5)).double().mean()))
+        sorter_order = reference.cd_grab(sorter_order, seen)
+
+
+@pytest.mark.parametrize("more", [["compile=false"], ["task.gradients=backward"]])
+def test_how_gradients_are_computed_changes_no_order(finished, tmp_path, more):
+    slow, fast = run(tmp_path / "run", "epochs=2", *more), read_metrics(finished / "metrics.jsonl")
+    assert [line["order_hash"] for line in slow] == [line["order_hash"] for line in fast[:2]]
+    assert slow[1]["train_loss"] == pytest.approx(fast[1]["train_loss"], abs=1e-12)
+
+
+def test_a_finished_run_is_not_repeated(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes(), (finished / "manifest.json").read_bytes()
+    run(finished, "epochs=12")
+    assert "already complete" in capsys.readouterr().out
+    assert before == ((finished / "metrics.jsonl").read_bytes(), (finished / "manifest.json").read_bytes())
+
+
+def test_another_run_in_the_same_folder_is_refused(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    run(finished, "epochs=12", "task.lr=0.1", expect=2)
+    assert "task.lr=0.05 there, 0.1 here" in capsys.readouterr().err
+    assert before == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_killed_and_resumed_gives_the_same_metrics(tmp_path):
+    settings = ["epochs=60", "data=embedded"]
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "experiments.train", *settings, f"run_dir={folder}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    while len(read_metrics(folder / "metrics.jsonl")) < 3 and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    survived = len(read_metrics(folder / "metrics.jsonl"))
+    assert 3 <= survived < 60, "the run was to be killed in the middle"
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 99, "tr')  # as if killed while writing
+    run(folder, *settings, expect=2)  # an unfinished run is not overwritten by accident
+    resumed = run(folder, *settings, "resume=true")
+    assert without_time(resumed) == without_time(run(tmp_path / "whole", *settings))
+    assert read_manifest(folder)["resumed"]
+
+
+@pytest.mark.parametrize("sorter", SORTERS)
+def test_every_sorter_resumes_exactly(tmp_path, monkeypatch, sorter):
+    settings = [f"sorter={sorter}", "epochs=5", "task.batch=64"]
+    whole = run(tmp_path / "whole", *settings)
+    save = Trainer.save
+
+    def interrupted_after_two(self):
+        save(self)
+        if self.epochs_done == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", interrupted_after_two)
+        assert len(run(tmp_path / "parts", *settings, expect=130)) == 2
+    assert without_time(run(tmp_path / "parts", *settings, "resume=true")) == without_time(whole)
+
+
+def test_interrupting_says_how_to_go_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.train",
+        "data=embedded",
+        "epochs=100000",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "resume=true" in printed and "Traceback" not in printed
+    assert read_manifest(tmp_path / "run")["status"] == "interrupted"
+
+
+def test_divergence_stops_and_keeps_what_was_good(tmp_path, capsys):
+    """The rate grows by 1e25 every second epoch until float32 overflows: epoch and step are named, the rest stays."""
+    folder = tmp_path / "run"
+    schedule = ["task.schedule.kind=step", "+task.schedule.every=2", "+task.schedule.factor=1e25"]
+    run(folder, "task.dtype=float32", "epochs=9", *schedule, expect=2)
+    printed = capsys.readouterr().err
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert (
+        printed.count("\n") == 1
+        and f"diverged in epoch {len(lines) + 1} at step" in printed
+        and "task.lr=0.05" in printed
+    )
+    assert 2 <= len(lines) < 9 and all(math.isfinite(line["train_loss"]) for line in lines)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert saved["epochs_done"] == len(lines) and saved["parameters"].isfinite().all()
+    assert read_manifest(folder)["status"] == "diverged"
+
+
+def test_divergence_in_the_first_epoch(tmp_path, capsys):
+    run(tmp_path / "run", "task.dtype=float32", "task.lr=3e38", expect=2)
+    assert "diverged in epoch 1 at step" in capsys.readouterr().err
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", b"\x80\x04cos\nsystem\n(S'true'\ntR."])
+def test_a_damaged_checkpoint_is_named(tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    run(folder, "epochs=1")
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"status": "running"}))
+    (folder / "checkpoint.pt").write_bytes(damage)
+    (folder / "metrics.jsonl").write_text("")
+    run(folder, "epochs=1", "resume=true", expect=2)
+    assert "checkpoint.pt cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    run(tmp_path / "run", "epochs=1", expect=2)
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch):
+    """D-RR's step function returns no unit gradients, and its sorter is told nothing."""
+    config = compose(["data=embedded", "sorter=d_rr"])
+    task = make_task(config.config, config.source, torch.device("cpu"))
+    trainer = Trainer(config, task, WorkerGroup(4), torch.device("cpu"))
+    batch = task.fetch("train", trainer.owned[:, :4])
+    assert trainer.gradients.for_inputs(trainer.parameters, *batch)(trainer.parameters, *batch)[0].numel() == 0
+    monkeypatch.setattr("cdgrab.sorters.base.Sorter.observe", lambda *_: pytest.fail("observe was called"))
+    run(tmp_path / "run", "epochs=1", "sorter=d_rr")
+
+
+def test_truncation_gives_the_papers_counts():
+    """195,285 training rows of New York become 4 x 48,816 (method of the published code: a multiple of two batches)."""
+    config = compose(["data=embedded", "task.truncate=true"])
+    task = make_task(config.config, config.source, torch.device("cpu"))
+    assert Trainer(config, task, WorkerGroup(4), torch.device("cpu")).units * 4 == 1591 // 32 * 32
+    assert 195_285 // 32 * 32 == 4 * 48_816
