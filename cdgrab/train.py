@@ -108,11 +108,12 @@ class Trainer:
         with torch.no_grad():
             batch = self.task.fetch("train", self.owned[:, : self.microbatch])
             for _ in range(3):
-                unit_gradients, means, _ = self.gradients.for_inputs(self.parameters, *batch)(self.parameters, *batch)
+                unit_gradients, _, _ = self.gradients.for_inputs(self.parameters, *batch)(self.parameters, *batch)
         if self.per_unit:
-            throwaway = make_sorter(workers=len(means), units=self.microbatch, dim=self.flat.dim, **self.config.sorter)
+            workers, units, dim = unit_gradients.shape
+            throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
             throwaway.order(0)
-            throwaway.observe(range(self.microbatch), unit_gradients)
+            throwaway.observe(range(units), unit_gradients)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,11 @@ def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch)
     run(tmp_path / "run", "epochs=1", "sorter=d_rr")
 
 
+def test_a_batch_larger_than_the_data_is_one_short_step(tmp_path):
+    run(tmp_path / "run", "epochs=2", "task.batch=8000")
+    assert read_manifest(tmp_path / "run")["sizes"]["steps_per_epoch"] == 1
+
+
 def test_truncation_gives_the_papers_counts():
     """195,285 training rows of New York become 4 x 48,816 (method of the published code: a multiple of two batches)."""
     config = compose(["data=embedded", "task.truncate=true"])
