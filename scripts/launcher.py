@@ -12,6 +12,7 @@ import sys
 import uuid
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -76,3 +77,6 @@ def torchrun(arguments: list[str], processes: int) -> int:
         return 0
     except ChildFailedError as error:
         return next(iter(error.failures.values())).exitcode
+    except SignalException as error:
+        # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
+        raise SystemExit(128 + error.sigval) from None

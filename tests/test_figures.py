@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import nbformat
 import pandas as pd
@@ -14,6 +17,7 @@ from cdgrab import figures, report, results
 from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
 from cdgrab.results import Group, groups, published
+from cdgrab.runlog import read_metrics
 
 METRICS = ("train_loss", "test_accuracy")
 FIGURE = "fig3a_lr_hmda"
@@ -133,11 +137,14 @@ def checkout(tmp_path_factory):
     return folder
 
 
-def call(checkout, module, *arguments, environment=None):
-    env = {k: v for k, v in os.environ.items() if k not in ("CDGRAB_DATA", "CDGRAB_GROUP")} | (environment or {})
-    env["PYTHONPATH"] = str(checkout)
+def environment(checkout):
+    kept = {key: value for key, value in os.environ.items() if key not in ("CDGRAB_DATA", "CDGRAB_GROUP")}
+    return kept | {"PYTHONPATH": str(checkout)}
+
+
+def call(checkout, module, *arguments):
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=300)
 
 
 def test_reproduce_runs_draws_and_prints(checkout):
@@ -154,6 +161,23 @@ def test_reproduce_runs_draws_and_prints(checkout):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     again = call(checkout, "scripts.reproduce", *options)
     assert again.returncode == 0 and again.stdout.count("already complete") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_whole_sweep(checkout, number):
+    """Not only the run under way: a sweep that goes on unseen would train on code that is being edited."""
+    command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]
+    runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
+    process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
+    while not list(runs.glob("*/metrics.jsonl")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert [path.name for path in runs.iterdir()] == ["cd_grab-s0"]
+    length = len(read_metrics(runs / "cd_grab-s0" / "metrics.jsonl"))
+    time.sleep(1)
+    assert len(read_metrics(runs / "cd_grab-s0" / "metrics.jsonl")) == length, "the rank is still training"
+    shutil.rmtree(runs)
 
 
 def test_bad_calls_of_the_helpers_are_one_sentence(checkout):
