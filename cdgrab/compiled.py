@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+aten = torch.ops.aten
+
 
 class Compiled:
     """`function` of tensors (positional, fixed number) to a tuple of tensors, traced on first use of each shape."""
@@ -36,7 +38,7 @@ class Compiled:
 def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
     with torch.no_grad():
         graph = make_fx(function)(*inputs)
-        _drop_identities(graph)
+        simplify(graph)
         if inputs[0].device.type != "cpu":
             return graph
         try:
@@ -47,16 +49,41 @@ def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
             return graph
 
 
-_RESHAPES = {"aten.view.default", "aten.expand.default", "aten._unsafe_view.default", "aten.detach.default"}
+_RESHAPES = {aten.view.default, aten.expand.default, aten._unsafe_view.default, aten.detach.default}
 
 
-def _drop_identities(graph: torch.fx.GraphModule) -> None:
-    """Remove reshapes to the shape a tensor already has: vmap leaves dozens of them behind."""
+def simplify(graph: torch.fx.GraphModule) -> None:
+    """Remove what vmap leaves behind: operations that do nothing, and matrix products that are outer products.
+
+    Every rewrite keeps the numbers to the last bit.
+    """
     for node in list(graph.graph.nodes):
-        if str(node.target) not in _RESHAPES:
+        if node.op != "call_function":
             continue
-        before, after = node.args[0].meta["val"], node.meta["val"]
-        if before.shape == after.shape and before.stride() == after.stride():
-            node.replace_all_uses_with(node.args[0])
+        with graph.graph.inserting_before(node):
+            replacement = _simpler(node, graph.graph)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            replacement.meta.setdefault("val", node.meta["val"])
             graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _simpler(node: torch.fx.Node, graph: torch.fx.Graph) -> torch.fx.Node | None:
+    """A node that gives the same as `node` for less, or None."""
+    if node.target in _RESHAPES:
+        before, after = node.args[0].meta["val"], node.meta["val"]
+        unchanged = before.shape == after.shape and before.stride() == after.stride()
+        return node.args[0] if unchanged else None
+    if node.target == aten.transpose.int:
+        inner = node.args[0]
+        undone = inner.target == aten.transpose.int and set(inner.args[1:]) == set(node.args[1:])
+        return inner.args[0] if undone else None
+    if node.target == aten.mean.dim and len(node.args) == 2 and not node.kwargs:
+        tensor, dims = node.args
+        single = all(tensor.meta["val"].shape[dim] == 1 for dim in dims)
+        return graph.call_function(aten.squeeze.dims, (tensor, dims)) if single else None
+    if node.target == aten.bmm.default and node.args[0].meta["val"].shape[2] == 1:
+        return graph.call_function(aten.mul.Tensor, node.args)  # [n, a, 1] x [n, 1, b] is an outer product
+    return None

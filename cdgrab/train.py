@@ -181,26 +181,22 @@ class Trainer:
         stacked = visits.reshape(workers, -1, microbatch).transpose(0, 1).contiguous()  # [steps, workers, microbatch]
         batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
         compute = self.gradients.for_inputs(self.parameters, *batches[0])
-        if self.per_unit:
-            seen = self.parameters.new_empty(workers, units, self.flat.dim)
-        losses = []
+        seen, losses = [], []
         clock.lap("data")
-        for step, batch in enumerate(batches):
+        for batch in batches:
             unit_gradients, worker_means, worker_losses = compute(self.parameters, *batch)
             clock.lap("gradients")
             mean = self.group.gather(worker_means).mean(0)
             clock.lap("communication")
             self.parameters = self.optimiser.step(self.parameters, mean)
+            seen.append(unit_gradients)
             losses.append(worker_losses)
             clock.lap("optimiser")
-            if self.per_unit:
-                seen[:, step * microbatch : (step + 1) * microbatch] = unit_gradients
-                clock.lap("ordering")
         mean_losses = self.group.gather(torch.stack(losses, dim=1)).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         if self.per_unit:
-            self.sorter.observe(range(start, start + units), seen)
+            self.sorter.observe(range(start, start + units), torch.cat(seen, dim=1))
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(batches))

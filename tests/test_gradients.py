@@ -3,8 +3,9 @@
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from cdgrab.compiled import Compiled
+from cdgrab.compiled import Compiled, simplify
 from cdgrab.config import compose
 from cdgrab.gradients import FlatParameters, gradient_function
 from cdgrab.optimisers import Optimiser
@@ -71,6 +72,19 @@ def test_tracing_specialises_to_shapes_and_strides():
     contiguous, transposed = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T
     for x in (contiguous, transposed, torch.arange(4.0).view(2, 2)):
         assert torch.equal(double.for_inputs(x)(x)[0], x.reshape(-1) * 2)
+
+
+def test_simplified_graphs_are_smaller_and_give_the_same_bits(problem):
+    """Against the plain trace: outer products, means of one, transposes undone, reshapes that change nothing."""
+    task, flat, parameters, batch = problem
+    compute = gradient_function(task, flat, per_unit=True)
+    with torch.no_grad():
+        plain, simple = make_fx(compute)(parameters, *batch), make_fx(compute)(parameters, *batch)
+        simplify(simple)
+        for before, after in zip(plain(parameters, *batch), simple(parameters, *batch), strict=True):
+            assert torch.equal(before, after)
+    assert len(simple.graph.nodes) < len(plain.graph.nodes) - 10
+    assert not any("bmm" in str(node.target) for node in simple.graph.nodes)
 
 
 def optimiser_config(**changes):
