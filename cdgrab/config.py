@@ -140,7 +140,8 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed", "task.state"}}
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
     others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
-    folder = Path("results/runs") / config.task.name / config.name
+    folder = ROOT / "results" / "runs" / config.task.name / config.name
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder  # shorter in messages
     return folder / f"{source.label}{others}" / f"{config.sorter.name}{sorter}-s{config.seed}"
 
 

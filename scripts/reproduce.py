@@ -50,7 +50,7 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None) -> int:
     status = subprocess.run(command, cwd=ROOT).returncode
     if status:
         return status
-    os.environ["CDGRAB_GROUP"] = str(ROOT / group.directory)
+    os.environ["CDGRAB_GROUP"] = str(group.directory.resolve())
     notebook = execute(experiment)
     print()
     print((RESULTS / "figures" / f"{group.name}.md").read_text())
