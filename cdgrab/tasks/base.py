@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from .. import streams
 from ..data.sources import Source
 from ..errors import CdgrabError
 
@@ -75,3 +78,10 @@ def add_totals(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + value.double()
     return total
+
+
+def initialised(build: Callable[[], nn.Module], seed: int, dtype: str, device: torch.device) -> nn.Module:
+    """A model with PyTorch's own initialisation, drawn from the run's seed on the CPU whatever the device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(streams.stream(seed, "parameters").integers(2**63)))
+        return build().to(device=device, dtype=DTYPES[dtype])
