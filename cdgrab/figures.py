@@ -47,9 +47,9 @@ def learning_curves(
                 panel = axes[row][column]
                 for sorter in group.sorters:
                     _draw_ours(panel, group, sorter, metric, axis)
-                if group.papers_own_data and axis == "epoch":
-                    _draw_published(panel, figure_name, metric, pair_offset)
-                _frame_converged_part(panel, group, metric)
+                if group.papers_own_data:
+                    _draw_published(panel, figure_name, metric, axis, pair_offset)
+                _frame_converged_part(panel, group, metric, figure_name)
                 panel.set(xlabel=AXIS_LABELS[axis], ylabel=AXIS_LABELS[metric])
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.955), ncols=len(labels))
@@ -80,17 +80,23 @@ def _draw_ours(panel: Axes, group: Group, sorter: str, metric: str, axis: str) -
     )
 
 
-def _draw_published(panel: Axes, figure_name: str, metric: str, pair_offset: float) -> None:
+def _draw_published(panel: Axes, figure_name: str, metric: str, axis: str, pair_offset: float) -> None:
     colours = {"CD-GraB": COLOURS["cd_grab"], "D-RR": COLOURS["d_rr"]}
-    for series, curve in published(figure_name, metric).items():
-        x = curve["x"] + pair_offset
+    for series, curve in published(figure_name, metric, "epoch" if axis == "epoch" else "seconds").items():
+        x = curve["x"] + (pair_offset if axis == "epoch" else 0.0)
         panel.plot(x, curve["mean"], color=colours.get(series, "0.5"), ls=(0, (4, 2)), lw=1.1, label=f"{series}, paper")
+    if axis != "epoch":
+        panel.set_xscale("log")  # the paper's machine and ours are more than a factor of ten apart
 
 
-def _frame_converged_part(panel: Axes, group: Group, metric: str) -> None:
-    """The first tenth of the epochs would squeeze the differences that matter into a line."""
+def _frame_converged_part(panel: Axes, group: Group, metric: str, figure_name: str) -> None:
+    """The first tenth of the epochs may be cut off: it would squeeze the differences that matter into a line."""
     epochs = group.metrics["epoch"].max()
-    rows = group.metrics[group.metrics["epoch"] > epochs / 10] if epochs >= 10 else group.metrics
-    low, high = rows[metric].min(), rows[metric].max()
+    shown = [group.metrics[group.metrics["epoch"] > (epochs / 10 if epochs >= 10 else 0)][metric]]
+    if group.papers_own_data:
+        shown += [
+            curve["mean"][curve["x"] > curve["x"].max() / 10] for curve in published(figure_name, metric).values()
+        ]
+    low, high = min(values.min() for values in shown), max(values.max() for values in shown)
     if high > low:
         panel.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))

@@ -29,50 +29,57 @@ class FlatParameters:
 
 
 GRADIENTS = ("vmap", "backward")
-GradientFunction = Callable[..., tuple[Tensor, Tensor, Tensor]]
+GradientFunction = Callable[..., tuple[Tensor, ...]]
 
 
 def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str = "vmap") -> GradientFunction:
-    """A function (parameters [dim], *batch [workers, units, ...]) -> (gradients, worker means [workers, dim],
-    worker losses [workers]).
+    """A function (parameters [dim], *carry [workers, ...], *batch [workers, units, ...])
+    -> (gradients, worker means [workers, dim], worker losses [workers], *carry).
 
     `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients never
-    pay for them. `how`: vmap (torch.func, all units at once) or backward (one backward pass per unit or worker, for
-    models that vmap cannot take efficiently).
+    pay for them. `how`: vmap (torch.func, all workers and units at once) or backward (one backward pass per worker,
+    or per unit of a worker, for models that vmap cannot take efficiently).
     """
-    return {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat, per_unit)
+    carried = len(task.first_carry(1))
+    on_all_workers = {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat)
 
-
-def _by_vmap(task: Task, flat: FlatParameters, per_unit: bool) -> GradientFunction:
-    one = grad_and_value(task.loss)
-
-    def compute(parameters: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        axes = (None, *(0 for _ in batch))
-        each = vmap(vmap(one, axes), axes) if per_unit else vmap(one, axes)
-        gradients, losses = each(flat.unflatten(parameters), *batch)
-        gradients = flat.flatten(gradients, batch_dims=2 if per_unit else 1)
-        if per_unit:
-            return gradients, gradients.mean(1), losses.mean(1)
-        return parameters.new_empty(0), gradients, losses
+    def compute(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        carry, batch = inputs[:carried], inputs[carried:]
+        workers, units = batch[0].shape[:2]
+        if units == 1:  # a worker's only unit is its mean: one gradient serves both
+            means, losses, carry = on_all_workers(parameters, carry, tuple(b[:, 0] for b in batch))
+            return means[:, None] if per_unit else means.new_empty(0), means, losses, *carry
+        if not per_unit:
+            means, losses, carry = on_all_workers(parameters, carry, batch)
+            return means.new_empty(0), means, losses, *carry
+        if carried:
+            raise ValueError("a task with a carry visits one unit per step")
+        gradients, losses, _ = on_all_workers(parameters, (), tuple(b.flatten(0, 1) for b in batch))
+        gradients, losses = gradients.view(workers, units, -1), losses.view(workers, units)
+        return gradients, gradients.mean(1), losses.mean(1)
 
     return compute
 
 
-def _by_backward(task: Task, flat: FlatParameters, per_unit: bool) -> GradientFunction:
-    def one(parameters: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor]:
+def _by_vmap(task: Task, flat: FlatParameters) -> Callable:
+    def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        each = vmap(grad_and_value(task.loss, has_aux=True), in_dims=(None, 0, *(0 for _ in batch)))
+        gradients, (losses, carry) = each(flat.unflatten(parameters), carry, *batch)
+        return flat.flatten(gradients, batch_dims=1), losses, carry
+
+    return compute
+
+
+def _by_backward(task: Task, flat: FlatParameters) -> Callable:
+    def one(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
         with torch.enable_grad():
             leaf = parameters.detach().requires_grad_()
-            loss = task.loss(flat.unflatten(leaf), *batch)
-            return torch.autograd.grad(loss, leaf)[0], loss.detach()
+            loss, carry = task.loss(flat.unflatten(leaf), carry, *batch)
+            return torch.autograd.grad(loss, leaf)[0], loss.detach(), tuple(c.detach() for c in carry)
 
-    def compute(parameters: Tensor, *batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        workers, units = batch[0].shape[:2]
-        if not per_unit:
-            gradients, losses = zip(*(one(parameters, *(b[w] for b in batch)) for w in range(workers)), strict=True)
-            return parameters.new_empty(0), torch.stack(gradients), torch.stack(losses)
-        results = [one(parameters, *(b[w, u] for b in batch)) for w in range(workers) for u in range(units)]
-        gradients = torch.stack([gradient for gradient, _ in results]).view(workers, units, flat.dim)
-        losses = torch.stack([loss for _, loss in results]).view(workers, units)
-        return gradients, gradients.mean(1), losses.mean(1)
+    def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        rows = [one(parameters, tuple(c[i] for c in carry), tuple(b[i] for b in batch)) for i in range(len(batch[0]))]
+        gradients, losses, carries = zip(*rows, strict=True)
+        return torch.stack(gradients), torch.stack(losses), tuple(torch.stack(c) for c in zip(*carries, strict=True))
 
     return compute

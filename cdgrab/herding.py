@@ -10,7 +10,9 @@ from .errors import CdgrabError
 
 def herding_bound(vectors: Tensor, order: Tensor | None = None) -> float:
     """max over k of ‖Σ_{j<=k} (z_{π(j)} − z̄)‖_∞ for vectors [units, dim] and order [units] (default: as given)."""
-    return parallel_herding_bound(vectors[None], None if order is None else torch.as_tensor(order)[None])
+    return parallel_herding_bound(
+        torch.as_tensor(vectors)[None], None if order is None else torch.as_tensor(order)[None]
+    )
 
 
 def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vector: bool = False) -> float:
@@ -20,11 +22,17 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
     after every single worker's vector (as the authors' LeNet figure does) instead of after every full step.
     Computed in float64 whatever the input.
     """
-    if vectors.dim() != 3 or vectors.numel() == 0:
-        raise CdgrabError(f"vectors must be a non-empty [workers, units, dim] tensor, got shape {tuple(vectors.shape)}")
+    vectors = torch.as_tensor(vectors).detach()
+    if vectors.dim() != 3 or vectors.numel() == 0 or not torch.isfinite(vectors).all():
+        raise CdgrabError(
+            f"vectors must be a finite, non-empty [workers, units, dim] tensor, got shape {tuple(vectors.shape)}"
+        )
     workers, units, dim = vectors.shape
     if order is not None:
         order = torch.as_tensor(order, device=vectors.device)
+        if order.is_floating_point():
+            raise CdgrabError("order must hold whole numbers")
+        order = order.long()
         if order.shape != (workers, units):
             raise CdgrabError(f"order must have shape {(workers, units)}, got {tuple(order.shape)}")
         if not torch.equal(order.sort(dim=1).values, torch.arange(units, device=order.device).expand(workers, units)):

@@ -76,7 +76,7 @@ class Group:
             else f"{min(seeds.values())}–{max(seeds.values())}"
         )
         commits = ", ".join(sorted({m["commit"] or "unknown" for m in self.manifests}))
-        config = first["config"]
+        config = first["science"]
         return (
             f"{'EMBEDDED DATA: ' if first['data']['embedded'] else ''}{first['data']['description']}, "
             f"{first['data']['rows']['all']:,} rows · {config['workers']} workers, batch {config['task.batch']}, "
@@ -99,15 +99,12 @@ def groups(experiment: str) -> list[Group]:
     return found
 
 
-def published(figure: str, metric: str) -> dict[str, pd.DataFrame]:
-    """The paper's curves against epochs by series name: x, mean, std. Empty where nothing was published or readable.
-
-    Against seconds the paper's curves measure the paper's machine; they are in results/paper too, but not drawn.
-    """
+def published(figure: str, metric: str, axis: str = "epoch") -> dict[str, pd.DataFrame]:
+    """The paper's curves by series name: x (epoch or seconds), mean, std. Empty where nothing was published."""
     paper = pd.read_csv(RESULTS / "paper" / "fig3_published.csv")
-    paper = paper[(paper["figure"] == figure) & (paper["metric"] == metric) & (paper["axis"] == "epoch")]
+    paper = paper[(paper["figure"] == figure) & (paper["metric"] == metric) & (paper["axis"] == axis)]
     tables = [paper]
-    notebook = RESULTS / "paper" / f"{figure.partition('_')[2]}_epoch.csv"
+    notebook = RESULTS / "paper" / f"{figure.partition('_')[2]}_{axis}.csv"
     if notebook.exists():  # for series that the PDF's graphics did not give
         table = pd.read_csv(notebook).dropna(subset="mean")
         panel = {"test_accuracy": "test_acc"}.get(metric, metric)

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from .config import ROOT, Run
 from .errors import CdgrabError
@@ -51,7 +52,8 @@ class RunLog:
             "sorter": run.config.sorter.name,
             "sorter_label": LABELS[run.config.sorter.name],
             "seed": run.config.seed,
-            "config": run.science,
+            "config": OmegaConf.to_container(run.config, resolve=True),
+            "science": run.science,  # what decides the result, flat: same here, same run
             "data": run.source.as_record() | {"rows": rows},
             "sizes": sizes,
             "processes": world_size,
@@ -77,7 +79,7 @@ class RunLog:
     def finish(self, status: str, reason: str | None = None) -> None:
         """status: finished, interrupted or diverged."""
         if self.active and self._manifest:
-            self._manifest["status"] = status
+            self._manifest |= {"status": status, "ended": _now()}
             if reason:
                 self._manifest["reason"] = reason
             self._write_manifest()
@@ -86,7 +88,8 @@ class RunLog:
         epochs = max(len(self._phases), 1)
         names = self._phases[0] if self._phases else {}
         mean = {name: round(sum(phases[name] for phases in self._phases) / epochs, 6) for name in names}
-        timing = {"seconds_per_epoch": round(sum(mean.values()), 6), "phases": mean}
+        training = sum(seconds for phase, seconds in mean.items() if phase != "evaluation")
+        timing = {"seconds_per_epoch": round(training, 6), "phases": mean}
         content = self._manifest | {"updated": _now(), "timing": timing}
         write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
 
@@ -98,7 +101,7 @@ def read_manifest(directory: Path) -> dict:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except ValueError as error:
         raise CdgrabError(f"{path} cannot be read ({error}); move it away to start this run again") from error
 
 

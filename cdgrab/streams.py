@@ -27,8 +27,3 @@ def permutation(size: int, seed: int, purpose: str, *key: int) -> torch.Tensor:
 def symmetric_uniform(size: int, seed: int, purpose: str, *key: int) -> torch.Tensor:
     """Independent draws from Unif[−1, 1), float64."""
     return torch.from_numpy(stream(seed, purpose, *key).uniform(-1.0, 1.0, size))
-
-
-def torch_generator(seed: int, purpose: str, *key: int) -> torch.Generator:
-    """A torch generator on the CPU for code that wants one (parameter initialisation)."""
-    return torch.Generator().manual_seed(int(stream(seed, purpose, *key).integers(2**63)))

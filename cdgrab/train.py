@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -27,17 +26,16 @@ from .gradients import FlatParameters, gradient_function
 from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
-from .tasks.base import Task, partition
+from .tasks.base import Task
 from .workers import WorkerGroup
 
 PHASES = ("data", "gradients", "communication", "ordering", "optimiser", "evaluation")
 BLOCK_BYTES = 32 * 2**20  # of data and unit gradients held at once
 MOST_STEPS_PER_BLOCK = 256
-EVALUATION_UNITS = 65_536
 
 
 class Clock:
-    """Adds the time since the last lap to a phase."""
+    """Adds the time since the last lap to a phase. On a GPU that is the time the host spends there: kernels run on."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -55,16 +53,8 @@ class Trainer:
     def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
         config = run.config
         self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
-        self.microbatch = config.task.batch // config.workers
-        usable = task.train_units
-        if config.task.truncate:
-            usable -= usable % (2 * config.task.batch)
-        owned = partition(
-            usable,
-            config.workers,
-            config.task.partition,
-            streams.permutation(task.train_units, config.seed, "partition"),
-        )
+        self.microbatch = task.units_per_step(config.workers)
+        owned = task.partition(config.workers, streams.permutation(task.train_units, config.seed, "partition"))
         self.units = owned.shape[1]
         self.steps = -(-self.units // self.microbatch)
         self.owned = owned[group.local].to(device)
@@ -105,10 +95,12 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
-        with torch.no_grad():
-            batch = self.task.fetch("train", self.owned[:, : self.microbatch])
-            for _ in range(3):
-                unit_gradients, _, _ = self.gradients.for_inputs(self.parameters, *batch)(self.parameters, *batch)
+        carry = self.task.first_carry(self.group.local_workers)
+        for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
+            inputs = (self.parameters, *carry, *self.task.fetch("train", self.owned[:, :units]))
+            with torch.no_grad():
+                for _ in range(3):
+                    unit_gradients, *_ = self.gradients.for_inputs(*inputs)(*inputs)
         if self.per_unit:
             workers, units, dim = unit_gradients.shape
             throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
@@ -168,6 +160,7 @@ class Trainer:
 
     def _train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
         visits = self.owned.gather(1, order.to(self.device))
+        self.carry = self.task.first_carry(self.group.local_workers)
         full = self.units // self.microbatch * self.microbatch  # units in steps of full size
         for start in range(0, full, self.block_steps * self.microbatch):
             end = min(full, start + self.block_steps * self.microbatch)
@@ -180,11 +173,11 @@ class Trainer:
         workers, units = visits.shape
         stacked = visits.reshape(workers, -1, microbatch).transpose(0, 1).contiguous()  # [steps, workers, microbatch]
         batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
-        compute = self.gradients.for_inputs(self.parameters, *batches[0])
+        compute = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
         seen, losses = [], []
         clock.lap("data")
         for batch in batches:
-            unit_gradients, worker_means, worker_losses = compute(self.parameters, *batch)
+            unit_gradients, worker_means, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
             clock.lap("gradients")
             mean = self.group.gather(worker_means).mean(0)
             clock.lap("communication")
@@ -234,16 +227,10 @@ class Trainer:
         return metrics
 
     def _totals(self, split: str, parameters: dict[str, Tensor], shares: list[Tensor]) -> dict[str, float]:
-        rows, names = [], []
-        for share in shares:
-            sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
-            for indices in share.split(EVALUATION_UNITS):
-                for name, total in self.task.totals(split, parameters, *self.task.fetch(split, indices)).items():
-                    sums[name] += total.double()
-            names = sorted(sums)
-            rows.append(torch.stack([sums[name] for name in names]))
-        summed = self.group.gather(torch.stack(rows)).sum(0)
-        return dict(zip(names, summed.tolist(), strict=True))
+        shards = [self.task.totals(split, parameters, share) for share in shares]
+        names = sorted(shards[0])
+        local = torch.stack([torch.stack([shard[name].double().to(self.device) for name in names]) for shard in shards])
+        return dict(zip(names, self.group.gather(local).sum(0).tolist(), strict=True))
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()

@@ -19,6 +19,7 @@ from cdgrab.config import CONFIGS, check_choices, known_names
 from cdgrab.errors import CdgrabError
 from scripts.launcher import launch
 
+REFUSED = 2
 statuses: list[int] = []
 
 
@@ -26,10 +27,12 @@ statuses: list[int] = []
 def launch_one(_: DictConfig) -> None:
     """Hydra expands the sweep; each run composes its own configuration from the overrides, once, for all ranks."""
     statuses.append(launch(list(HydraConfig.get().overrides.task)))
+    if statuses[-1] == REFUSED:
+        raise SystemExit(REFUSED)  # the other runs of a sweep would be refused for the same reason
 
 
 def main() -> int:
-    """Exit status: that of the first run that failed; the others are still carried out."""
+    """Exit status: that of the first run that failed. A diverged run does not stop a sweep, a refused one does."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{__doc__}\n{known_names()}")
         return 0

@@ -10,13 +10,16 @@ Settings are Hydra overrides (key=value) of configs/config.yaml. The most used:
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import sys
+import time
+from collections.abc import Iterator
 
 import torch
 
-from cdgrab import runlog, workers
+from cdgrab import checkpoint, runlog, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
 from cdgrab.errors import CdgrabError, DivergedError
 from cdgrab.tasks import make_task
@@ -26,7 +29,7 @@ log = logging.getLogger("cdgrab")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 refused or diverged with one sentence on stderr, 130 interrupted."""
+    """Exit status: 0 done, 2 refused, 3 diverged (one sentence on stderr each), 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")
@@ -35,8 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         train(compose(arguments))
         return 0
     except CdgrabError as error:
-        if workers.launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        _say(str(error))
+        return 3 if isinstance(error, DivergedError) else 2
+    except OSError as error:
+        _say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -44,10 +49,19 @@ def main(arguments: list[str] | None = None) -> int:
         workers.disconnect()
 
 
+def _say(sentence: str) -> None:
+    """Most errors meet all ranks alike: rank 0 speaks, and torchrun stops the others while they wait to be alone."""
+    if workers.launched_rank():
+        time.sleep(3)
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
 def train(run: Run) -> None:
     """Carry out one run, unless it is complete already."""
     group = workers.connect(run.config.workers)
-    if not may_start(run, speak=group.rank == 0):
+    wanted = may_start(run, speak=group.rank == 0)
+    group.barrier()  # nobody writes before all have looked
+    if not wanted:
         return
     device = workers.pick_device(run.config.device)
     torch.set_num_threads(run.config.threads)
@@ -58,10 +72,13 @@ def train(run: Run) -> None:
     run_log = runlog.RunLog(run, active=group.rank == 0)
     run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
     group.barrier()  # the folder is there
-    _log_to_file(run, group.rank)
-    log.info(
-        "%s on %s, %d of %d epochs done", run.directory, run.source.description, trainer.epochs_done, run.config.epochs
-    )
+    with _log_file(run, group.rank):
+        _fit(run, trainer, run_log)
+
+
+def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog) -> None:
+    done, epochs = trainer.epochs_done, run.config.epochs
+    log.info("%s on %s, %d of %d epochs done", run.directory, run.source.description, done, epochs)
     try:
         trainer.fit(run_log)
     except DivergedError as error:
@@ -70,9 +87,13 @@ def train(run: Run) -> None:
         raise
     except KeyboardInterrupt:
         run_log.finish("interrupted")
-        if group.rank == 0:
-            done, epochs = trainer.epochs_done, run.config.epochs
+        log.info("interrupted")
+        if run_log.active:
+            done = trainer.epochs_done
             print(f"interrupted after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
+        raise
+    except Exception:
+        log.exception("stopped")
         raise
     run_log.finish("finished")
     log.info("finished")
@@ -81,10 +102,12 @@ def train(run: Run) -> None:
 def may_start(run: Run, speak: bool = True) -> bool:
     """False (and says so) when the run is complete; refuses a folder that holds something else."""
     manifest = runlog.read_manifest(run.directory)
-    if not manifest:
-        return True
-    refuse_other_settings(run, manifest["config"], run.directory)
     done = len(runlog.read_metrics(run.directory / "metrics.jsonl"))
+    if not manifest:
+        if done:
+            raise CdgrabError(f"{run.directory} holds metrics without a manifest; choose another run_dir")
+        return True
+    refuse_other_settings(run, manifest["science"], run.directory)
     if manifest["status"] == "finished" and done >= run.config.epochs:
         if speak:
             print(
@@ -96,10 +119,13 @@ def may_start(run: Run, speak: bool = True) -> bool:
             f"{run.directory} holds an unfinished run ({done} of {run.config.epochs} epochs); "
             "add resume=true to go on with it, or choose another run_dir"
         )
+    if done > 1 and not (run.directory / checkpoint.FILE).exists():
+        raise CdgrabError(f"{run.directory} has {done} epochs but no checkpoint to go on from; choose another run_dir")
     return True
 
 
-def _log_to_file(run: Run, rank: int) -> None:
+@contextlib.contextmanager
+def _log_file(run: Run, rank: int) -> Iterator[None]:
     """Every rank writes its own log, crashes of the interpreter included."""
     folder = run.directory / "logs"
     folder.mkdir(exist_ok=True)
@@ -108,6 +134,12 @@ def _log_to_file(run: Run, rank: int) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     faulthandler.enable(handler.stream)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+        log.removeHandler(handler)
+        handler.close()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ settings.register_profile("reproducible", deadline=None, derandomize=True, max_e
 settings.load_profile("reproducible")
 torch.set_num_threads(1)
 
-BALANCING = ["grab", "grab_pair", "id_grab_bal", "id_grab_pair", "cd_grab"]
-GRADIENT_AWARE = [*BALANCING, "kh"]
-OBLIVIOUS = ["d_rr", "shuffle_once", "flip_flop", "riffle"]
-ALL = [*OBLIVIOUS, *GRADIENT_AWARE]
+ALL = list(cdgrab.SORTERS)
+GRADIENT_AWARE = [name for name in ALL if cdgrab.SORTERS[name].needs_gradients]
+OBLIVIOUS = [name for name in ALL if name not in GRADIENT_AWARE]
+BALANCING = [name for name in GRADIENT_AWARE if "rule" in cdgrab.SORTERS[name].options]
 SEED = 5
 
 

@@ -64,7 +64,7 @@ def test_runs_that_differ_never_share_a_folder():
 
 
 BAD = [
-    (["task=nonsense"], "unknown task 'nonsense'; the tasks are lr_hmda"),
+    (["task=nonsense"], "unknown task 'nonsense'; the tasks are lr_hmda, mlp_m4"),
     (["sorter=nonsense"], "unknown sorter 'nonsense'; the sorters are cd_grab, d_rr"),
     (["experiment=nonsense"], "unknown experiment 'nonsense'; the experiments are fig3a_lr_hmda"),
     (["workers=5"], "task.batch=16 cannot be split evenly over workers=5"),
@@ -82,7 +82,7 @@ BAD = [
     (["task.dtype=float8"], "task.dtype must be float32 or float64"),
     (["task.gradients=magic"], "task.gradients must be vmap or backward"),
     (["task.partition=magic"], "task.partition must be random or contiguous"),
-    (["task.train_share=1.5"], "task.train_share must be between 0 and 1"),
+    (["task.train_share=1.5"], "task.train_share must be a number above 0 and below 1"),
     (["task.unknown=1"], "unknown"),
     (["sorter.rule=magic"], "rule must be one of greedy, walk"),
     (["+sorter.magic=1"], "sorter cd_grab has no option magic"),
@@ -93,7 +93,16 @@ BAD = [
     (["device=magic"], "device must be auto, cpu or cuda"),
     (["sorter"], "'sorter' is not a setting of the form key=value"),
     (["task.lr="], "task.lr must be a number"),
-    (["=5"], "."),
+    (["=5"], "Config group override"),
+    (["experiment=null"], "unknown experiment 'null'"),
+    (["sorter.walk_width=wide"], "walk_width must be a number between 0 and inf"),
+    (["sorter.exchange_mb=abc"], "exchange_mb must be a number"),
+    (["sorter=kh", "sorter.epochs=abc"], "epochs must be a whole number"),
+    (["sorter=d_rr", "sorter.shared=banana"], "shared must be true or false"),
+    (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),
+    (["task.train_share=abc"], "task.train_share must be a number"),
+    (["task.state=NY"], "data=embedded was asked for"),
+    (["size=huge"], "size must be smoke, quick or paper"),
 ]
 
 

@@ -18,11 +18,12 @@ from cdgrab.data.download import fetch
 from cdgrab.data.sources import sha256
 from cdgrab.errors import CdgrabError
 from cdgrab.tasks import make_task
-from cdgrab.tasks.base import partition
 
-real_data = pytest.mark.skipif(
-    not os.environ.get("CDGRAB_DATA"), reason="needs the real HMDA files: set CDGRAB_DATA (`make data-lr-hmda`)"
-)
+
+def needs(*names):
+    folder = Path(os.environ.get("CDGRAB_DATA", "")) / "hmda"
+    there = bool(os.environ.get("CDGRAB_DATA")) and all((folder / name).is_file() for name in names)
+    return pytest.mark.skipif(not there, reason=f"needs {', '.join(names)} in CDGRAB_DATA/hmda (`make data-lr-hmda`)")
 
 
 @pytest.fixture
@@ -128,6 +129,13 @@ def test_new_york_comes_first_and_is_the_papers_own(tmp_path):
     assert hmda.locate(data="embedded", root=str(tmp_path)).embedded
 
 
+def test_a_state_without_its_features_is_not_replaced_by_the_embedded_default(tmp_path):
+    (tmp_path / "hmda").mkdir()
+    (tmp_path / "hmda" / "2017-NJ-target.csv").touch()
+    with pytest.raises(CdgrabError, match="2017-NJ-features.csv is missing"):
+        hmda.load(hmda.locate(root=str(tmp_path)))
+
+
 def test_missing_folder_is_refused_not_replaced_by_the_embedded_default(tmp_path):
     with pytest.raises(CdgrabError, match="does not exist"):
         hmda.locate(root=str(tmp_path / "nowhere"))
@@ -160,12 +168,21 @@ def test_split_depends_on_the_seed_alone():
 
 
 def test_partition_deals_every_unit_once():
-    permutation = torch.randperm(103)
-    owned = partition(103, 4, "random", permutation)
-    assert owned.shape == (4, 25) and len(owned.unique()) == 100
-    assert torch.equal(partition(8, 2, "contiguous", torch.randperm(8)), torch.arange(8).view(2, 4))
+    task = embedded_task()
+    owned = task.partition(4, torch.randperm(1591))
+    assert owned.shape == (4, 397) and len(owned.unique()) == 4 * 397
+    contiguous = embedded_task(partition="contiguous").partition(2, torch.randperm(1591))
+    assert torch.equal(contiguous, torch.arange(2 * 795).view(2, 795))
     with pytest.raises(CdgrabError, match="fewer training units"):
-        partition(3, 4, "random", torch.randperm(3))
+        task.partition(2000, torch.randperm(1591))
+
+
+def test_truncation_gives_the_papers_counts():
+    """195,285 training rows of New York become 4 x 48,816: every worker an even number of full steps."""
+    task = embedded_task(truncate=True)
+    for rows, workers, batch, units in [(195_285, 4, 16, 48_816), (107_384, 32, 32, 3_354), (50_000, 64, 64, 780)]:
+        task.train_units, task.config.batch = rows, batch
+        assert task.partition(workers, torch.randperm(rows)).shape == (workers, units)
 
 
 @pytest.fixture
@@ -217,13 +234,13 @@ def test_download_checks_what_it_got(server, tmp_path):
     assert (tmp_path / "checked.csv").read_text() == "target\n1\n"
 
 
-@real_data
+@needs("2017-NJ-features.csv", "2017-NJ-protected.csv", "2017-NJ-target.csv")
 def test_real_new_jersey_has_the_published_counts():
     features, labels, _ = hmda.load(hmda.locate("NJ"))
     assert features.shape == (192_652, 18) and int(labels.sum()) == 144_623
 
 
-@real_data
+@needs("2017-NY-protected.csv", "2017-NY-target.csv")
 def test_real_new_york_labels_are_the_papers():
     folder = Path(os.environ["CDGRAB_DATA"]) / "hmda"
     keep, labels = hmda.label_rule(*(pd.read_csv(folder / f"2017-NY-{part}.csv") for part in hmda.PARTS[1:]))

@@ -37,7 +37,7 @@ def write_run(folder, sorter, label, seed, losses, papers_own=False, status="fin
         "sorter_label": label,
         "seed": seed,
         "commit": "abc123",
-        "config": {"workers": 4, "task.batch": 16, "task.lr": 0.005},
+        "science": {"workers": 4, "task.batch": 16, "task.lr": 0.005},
         "data": {"embedded": False, "papers_own": papers_own, "description": "made up", "rows": {"all": 1234}},
     }
     (run / "manifest.json").write_text(json.dumps(manifest))
@@ -105,6 +105,8 @@ def test_papers_curves_are_drawn_only_beside_the_papers_own_data(group, tmp_path
     figure = figures.learning_curves(Group(own), METRICS, "title", FIGURE, pair_offset=0.5)
     assert labels_of(figure) == ["CD-GraB", "CD-GraB, paper", "D-RR, paper"]
     paper = figure.axes[0].get_lines()[1]
+    by_seconds = figure.axes[2].get_lines()[1]
+    assert by_seconds.get_xdata()[-1] > 500 and figure.axes[2].get_xscale() == "log"
     assert paper.get_xdata()[-1] == 49.5 and paper.get_ydata()[-1] == pytest.approx(0.33545536, abs=1e-6)
 
 

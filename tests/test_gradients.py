@@ -53,7 +53,7 @@ def test_gradients_equal_a_one_by_one_loop(problem, how, traced, per_unit):
     compute = Compiled(gradient_function(task, flat, per_unit, how), traced).for_inputs(parameters, *batch)
     with torch.no_grad():
         for _ in range(3):  # the TorchScript interpreter re-optimises on its second and third call
-            gradients, means, worker_losses = compute(parameters, *batch)
+            gradients, means, worker_losses, *_ = compute(parameters, *batch)
     torch.testing.assert_close(means, expected.mean(1), rtol=0, atol=1e-12)
     torch.testing.assert_close(worker_losses, losses.mean(1), rtol=0, atol=1e-12)
     if per_unit:
@@ -74,6 +74,12 @@ def test_tracing_specialises_to_shapes_and_strides():
         assert torch.equal(double.for_inputs(x)(x)[0], x.reshape(-1) * 2)
 
 
+def test_simplifying_keeps_a_mean_over_everything():
+    graph = make_fx(lambda x: torch.ops.aten.mean.dim(x, []))(torch.arange(6.0).view(2, 3))
+    simplify(graph)
+    assert float(graph(torch.arange(6.0).view(2, 3))) == 2.5
+
+
 def test_simplified_graphs_are_smaller_and_give_the_same_bits(problem):
     """Against the plain trace: outer products, means of one, transposes undone, reshapes that change nothing."""
     task, flat, parameters, batch = problem
@@ -83,7 +89,7 @@ def test_simplified_graphs_are_smaller_and_give_the_same_bits(problem):
         simplify(simple)
         for before, after in zip(plain(parameters, *batch), simple(parameters, *batch), strict=True):
             assert torch.equal(before, after)
-    assert len(simple.graph.nodes) < len(plain.graph.nodes) - 10
+    assert len(simple.graph.nodes) <= len(plain.graph.nodes) - 10
     assert not any("bmm" in str(node.target) for node in simple.graph.nodes)
 
 

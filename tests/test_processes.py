@@ -61,7 +61,7 @@ def _forget_the_epoch_count(run):
     import torch
 
     manifest = read_manifest(run)
-    manifest["config"]["epochs"] = EPOCHS
+    manifest["science"]["epochs"] = EPOCHS
     (run / "manifest.json").write_text(json.dumps(manifest))
     saved = torch.load(run / "checkpoint.pt", weights_only=True)
     saved["science"]["epochs"] = EPOCHS

@@ -291,7 +291,8 @@ def test_observing_before_the_first_order_is_refused():
         ("cd_grab", {"initial": "sorted"}, ["random", "identity"]),
         ("cd_grab", {"rule": "lazy"}, ["greedy", "walk"]),
         *[("cd_grab", {"walk_width": bad}, ["walk_width"]) for bad in (0, -1.0, float("nan"))],
-        *[("kh", {"epochs": epochs, "delta": delta}, ["epochs", "delta"]) for epochs, delta in ((0, 0.5), (5, 1.0))],
+        ("kh", {"epochs": 0}, ["epochs", "at least 1"]),
+        ("kh", {"delta": 1.0}, ["delta", "between 0 and 1"]),
         ("cd_grab", {"group": WorkerGroup(4)}, ["4 workers", "3"]),
     ],
 )

@@ -39,14 +39,16 @@ FEATURES = [
 def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
     if data == "embedded":
+        if state != "auto":
+            raise CdgrabError(f"task.state={state} needs the files of that state, but data=embedded was asked for")
         return _embedded()
     folder = data_root(root)
     folder = folder / "hmda" if folder else None
     if state == "auto":
-        found = [s for s in STATES if folder and (folder / f"2017-{s}-features.csv").is_file()]
-        if not found:
+        parts = [s for part in PARTS for s in STATES if folder and (folder / f"2017-{s}-{part}.csv").is_file()]
+        if not parts:
             return _embedded()
-        state = found[0]
+        state = parts[0]  # a state with features if there is one; else loading names the file that is missing
     elif folder is None:
         raise CdgrabError(f"task.state={state} needs the HMDA files of that state; {GET} and set CDGRAB_DATA")
     files = tuple(folder / f"2017-{state}-{part}.csv" for part in PARTS)

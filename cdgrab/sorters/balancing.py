@@ -1,11 +1,9 @@
 """Sorters that balance gradients: GraB, ID-GraB, CD-GraB and KH-SGD.
 
-Running sums are float64 whatever the gradients are: one vector costs little, and orders then do not hang on rounding.
+Differences and running sums are float64 whatever the gradients are, so that orders do not hang on rounding.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch import Tensor
 from .. import kernels, streams
 from ..balance import kh_penalties, reorder, reorder_pairs
 from ..errors import CdgrabError
-from .base import Sorter
+from .base import Sorter, count, number
 
 RULES = ("greedy", "walk")
 
@@ -29,9 +27,7 @@ class BalancingSorter(Sorter):
         super().__init__(**common)
         if rule not in RULES:
             raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-        if not 0 < walk_width < math.inf:
-            raise CdgrabError(f"walk_width must be a positive number, got {walk_width}")
-        self.rule, self.walk_width = rule, float(walk_width)
+        self.rule, self.walk_width = rule, number("walk_width", walk_width, above=0)
         self._running = torch.zeros(self._sums(), self.dim, dtype=torch.float64)
         self._signs = torch.zeros(self.local_workers, self._decisions(), dtype=torch.int8)
 
@@ -113,7 +109,9 @@ class PairBalance(BalancingSorter):
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
-        self._unpaired = torch.empty(self.local_workers, 0, self.dim)  # first gradient of a pair still incomplete
+        self._unpaired = torch.empty(
+            self.local_workers, 0, self.dim, dtype=torch.float64
+        )  # first gradient of a pair still incomplete
 
     def _decisions(self) -> int:
         return self.units // 2
@@ -128,7 +126,7 @@ class PairBalance(BalancingSorter):
     def _take(self, gradients: Tensor) -> None:
         first_pair = self.position // 2
         if self._unpaired.shape[1]:
-            gradients = torch.cat([self._unpaired.to(gradients), gradients], dim=1)
+            gradients = torch.cat([self._unpaired.to(gradients.device), gradients], dim=1)
         pairs = gradients.shape[1] // 2
         self._unpaired = gradients[:, 2 * pairs :].clone()
         differences = gradients[:, 0 : 2 * pairs : 2] - gradients[:, 1 : 2 * pairs : 2]
@@ -159,7 +157,7 @@ class CoordinatedPairBalance(PairBalance):
 
     def __init__(self, *, exchange_mb: float = 4.0, **options) -> None:
         super().__init__(**options)
-        self._exchange_bytes = exchange_mb * 2**20
+        self._exchange_bytes = number("exchange_mb", exchange_mb, above=0) * 2**20
         self._pending: list[Tensor] = []
 
     def _sums(self) -> int:
@@ -205,9 +203,7 @@ class KernelHalving(PairBalance):
 
     def __init__(self, *, epochs: int = 100, delta: float = 0.5, **common) -> None:
         super().__init__(rule="walk", **common)  # same uniform draws as the walk
-        if epochs < 1 or not 0 < delta < 1:
-            raise CdgrabError(f"kh needs epochs >= 1 and 0 < delta < 1, got epochs={epochs}, delta={delta}")
-        self.epochs, self.delta = epochs, delta
+        self.epochs, self.delta = count("epochs", epochs, 1), number("delta", delta, above=0, below=1)
         self._q = torch.zeros(self.local_workers, dtype=torch.float64)
 
     def _options(self) -> dict:

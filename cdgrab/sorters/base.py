@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -42,8 +43,8 @@ class Sorter:
         if initial not in ("random", "identity"):
             raise CdgrabError(f"initial must be random or identity, got {initial!r}")
         self.initial = initial
-        self.workers, self.units = _count("workers", workers, 1), _count("units", units, 1)
-        self.dim, self.seed = _count("dim", dim, 1), _count("seed", seed, 0)
+        self.workers, self.units = count("workers", workers, 1), count("units", units, 1)
+        self.dim, self.seed = count("dim", dim, 1), count("seed", seed, 0)
         self.group = group or WorkerGroup(workers)
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
@@ -57,16 +58,16 @@ class Sorter:
     def order(self, epoch: int) -> Tensor:
         """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
         current epoch gives the same order again."""
-        if epoch == self.epoch + 1:
+        if _is_whole(epoch) and epoch == self.epoch + 1:
             if self.needs_gradients and self.epoch >= 0 and self.position < self.units:
                 raise CdgrabError(
                     f"order({epoch}) needs all gradients of epoch {self.epoch}: "
                     f"{self.units - self.position} of {self.units} units have not been observed"
                 )
-            self._order = self._next_order(epoch)
-            self.epoch, self.position = epoch, 0
+            self._order = self._next_order(self.epoch + 1)
+            self.epoch, self.position = self.epoch + 1, 0
             self._start_epoch()
-        elif epoch != self.epoch or self.epoch < 0:
+        elif not _is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
             raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
         return self._order.clone()
 
@@ -82,7 +83,7 @@ class Sorter:
         if not len(positions):
             return
         if self.needs_gradients:
-            self._take(gradients if gradients.dtype in (torch.float32, torch.float64) else gradients.float())
+            self._take(gradients.double())
         self.position += len(positions)
 
     def state_dict(self) -> dict:
@@ -104,11 +105,13 @@ class Sorter:
             differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
             details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
             raise CdgrabError(f"this state belongs to another sorter: {details}")
+        rows = {len(value) for value in state["per_worker"].values()}
+        names = (set(state["per_worker"]), set(state["shared"]))
+        if names != (set(self.per_worker), set(self.shared)) or rows not in ({self.local_workers}, {self.workers}):
+            raise CdgrabError("this state is incomplete: it lacks tensors or workers")
         for name in self.per_worker:
             value = state["per_worker"][name]
-            if len(value) != self.local_workers:
-                value = value[self.group.local]
-            setattr(self, name, value.clone())
+            setattr(self, name, (value if len(value) == self.local_workers else value[self.group.local]).clone())
         for name in self.shared:
             setattr(self, name, state["shared"][name].clone())
         self.epoch, self.position = state["epoch"], state["position"]
@@ -164,7 +167,7 @@ class Sorter:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
         if positions.dim() != 1 or (positions.is_floating_point() and len(positions)):
-            raise CdgrabError(f"positions must be a list of whole numbers, got {positions.tolist()}")
+            raise CdgrabError(f"positions must be a list of whole numbers, got {_brief(positions.flatten())}")
         k = len(positions)
         if tuple(gradients.shape) != (self.local_workers, k, self.dim):
             raise CdgrabError(
@@ -182,14 +185,22 @@ class Sorter:
             )
 
 
-def _count(name: str, value: int, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
+def _is_whole(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def count(name: str, value: int, least: int) -> int:
+    if not _is_whole(value) or operator.index(value) < least:
         raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return number
+    return operator.index(value)
+
+
+def number(name: str, value: float, above: float, below: float = math.inf) -> float:
+    """`value` as a float, refused in one sentence unless it lies between the two."""
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    if not sound or not above < value < below:
+        raise CdgrabError(f"{name} must be a number between {above:g} and {below:g}, got {value!r}")
+    return float(value)
 
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:

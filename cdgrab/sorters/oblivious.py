@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import streams
 from ..balance import reorder_pairs
+from ..errors import CdgrabError
 from .base import Sorter
 
 
@@ -22,7 +23,9 @@ class DistributedRandomReshuffling(Sorter):
 
     def __init__(self, *, shared: bool = False, **common) -> None:
         super().__init__(**common)
-        self.one_for_all = bool(shared)
+        if not isinstance(shared, bool):
+            raise CdgrabError(f"shared must be true or false, got {shared!r}")
+        self.one_for_all = shared
 
     def _next_order(self, epoch: int) -> Tensor:
         if self.one_for_all:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from omegaconf import DictConfig
 
-from ..data import hmda
+from ..data import hmda, m4
 from ..data.sources import Source
 from ..errors import CdgrabError
 from .base import Task
 from .lr_hmda import LrHmda
+from .mlp_m4 import MlpM4
 
 # name -> (class, function of the config that finds the data)
 TASKS = {
     "lr_hmda": (LrHmda, lambda config: hmda.locate(config.task.state, config.data, config.data_root)),
+    "mlp_m4": (MlpM4, lambda config: m4.locate(config.data, config.data_root)),
 }
 
 

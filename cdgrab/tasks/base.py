@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from .. import streams
 from ..data.sources import Source
 from ..errors import CdgrabError
 
@@ -15,11 +17,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Task:
-    """A task subclass fills these in its constructor and implements the methods below."""
+    """A task fills these in its constructor and implements `fetch`, `loss`, `totals` and `metrics`.
+
+    Parameters travel as a dict of named tensors: `model` is used as a function and holds no state of the run. What a
+    worker hands on from one unit to the next (a recurrent state) is its `carry`, a tuple of tensors, empty for most.
+    """
 
     name: str
+    config: DictConfig
     source: Source
-    model: nn.Module  # used through its parameters as a function; holds no state of the run
+    model: nn.Module
     train_units: int  # ordered units over all workers
     test_units: int
     rows: dict[str, int]  # row counts for the manifest
@@ -28,31 +35,53 @@ class Task:
         """The data of units `indices` [...]: tensors whose first dimensions are those of `indices`."""
         raise NotImplementedError
 
-    def loss(self, parameters: dict[str, Tensor], *batch: Tensor) -> Tensor:
-        """Scalar mean loss of one unit, or of a stack of units along the first dimension."""
+    def loss(self, parameters: dict[str, Tensor], carry: tuple[Tensor, ...], *batch: Tensor) -> tuple[Tensor, tuple]:
+        """Mean loss of one unit, or of a stack of units along the first dimension, and the carry after it."""
         raise NotImplementedError
 
-    def totals(self, split: str, parameters: dict[str, Tensor], *batch: Tensor) -> dict[str, Tensor]:
-        """Sums over a stack of units from which `metrics` is made; sums of different stacks are added."""
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        """Sums over `units` (one worker's share, at most a few at a time in memory); sums of shares are added."""
         raise NotImplementedError
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
         """`train_loss` and the test metrics by name, from the totals of both splits."""
         raise NotImplementedError
 
-    def progress(self) -> Iterator[str]:
-        """Optional extra lines for the log when the task is ready."""
-        yield from ()
+    def first_carry(self, workers: int) -> tuple[Tensor, ...]:
+        """The carry at the start of an epoch, tensors [workers, ...]."""
+        return ()
+
+    def units_per_step(self, workers: int) -> int:
+        """How many units every worker visits in one step."""
+        return self.config.batch // workers
+
+    def partition(self, workers: int, permutation: Tensor) -> Tensor:
+        """Which units each worker owns, LongTensor [workers, units per worker]: an equal split.
+
+        The units % workers left over are not trained on. random: dealt out by `permutation`; contiguous: in file
+        order, as the published code does. `truncate` drops units until every worker has an even number of full steps.
+        """
+        units = self.train_units
+        if self.config.truncate:
+            units -= units % (2 * workers * self.units_per_step(workers))
+        per_worker = units // workers
+        if per_worker < 1:
+            raise CdgrabError(f"there are fewer training units ({self.train_units}) than workers ({workers}) need")
+        owned = permutation if self.config.partition == "random" else torch.arange(units)
+        return owned[: per_worker * workers].view(workers, per_worker)
 
 
-def partition(units: int, workers: int, how: str, permutation: Tensor) -> Tensor:
-    """Which units each worker owns, LongTensor [workers, units per worker].
+def add_totals(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of sums, in the order given, in float64."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value.double()
+    return total
 
-    An equal split: the units % workers left over are not trained on. random: dealt out by `permutation`;
-    contiguous: in file order, as the published code does.
-    """
-    per_worker = units // workers
-    if per_worker < 1:
-        raise CdgrabError(f"there are fewer training units ({units}) than workers ({workers}); use fewer workers")
-    owned = permutation if how == "random" else torch.arange(units)
-    return owned[: per_worker * workers].view(workers, per_worker)
+
+def initialised(build: Callable[[], nn.Module], seed: int, dtype: str, device: torch.device) -> nn.Module:
+    """A model with PyTorch's own initialisation, drawn from the run's seed on the CPU whatever the device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(streams.stream(seed, "parameters").integers(2**63)))
+        return build().to(device=device, dtype=DTYPES[dtype])

@@ -11,7 +11,6 @@ from torch.func import functional_call
 from .. import streams
 from ..data import hmda
 from ..data.sources import Source
-from ..errors import CdgrabError
 from .base import DTYPES, Task
 
 
@@ -21,11 +20,9 @@ class LrHmda(Task):
     name = "lr_hmda"
 
     def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
-        if not 0.0 < config.train_share < 1.0:
-            raise CdgrabError(f"task.train_share must be between 0 and 1, got {config.train_share}")
         features, labels, checksums = hmda.load(source)
         source.checksums.update(checksums)
-        self.source = source
+        self.config, self.source = config, source
         shuffled = streams.stream(seed, "split").permutation(len(labels))
         cut = int(config.train_share * len(labels))
         mean, std = features[shuffled[:cut]].mean(axis=0), features[shuffled[:cut]].std(axis=0)
@@ -48,12 +45,13 @@ class LrHmda(Task):
         features, labels = self._data[split]
         return features[indices], labels[indices]
 
-    def loss(self, parameters: dict[str, Tensor], *batch: Tensor) -> Tensor:
-        return self._losses(parameters, *batch)[0].mean()
+    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
+        return self._losses(parameters, *batch)[0].mean(), carry
 
-    def totals(self, split: str, parameters: dict[str, Tensor], *batch: Tensor) -> dict[str, Tensor]:
-        losses, logits = self._losses(parameters, *batch)
-        correct = (logits > 0) == (batch[1] > 0.5)
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        features, labels = self.fetch(split, units)
+        losses, logits = self._losses(parameters, features, labels)
+        correct = (logits > 0) == (labels > 0.5)
         return {"loss": losses.sum(), "correct": correct.sum(), "count": torch.tensor(losses.numel())}
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
