@@ -10,16 +10,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
 
-# SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
+# SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
-          $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
+          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
 
 .PHONY: help setup test lint figures clean
 
 help: ## this list
-	@echo "usage: make TARGET [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
+	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
-	@echo; echo "tasks: lr-hmda"
+	@echo; echo "tasks: lr-hmda mlp-m4"
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 

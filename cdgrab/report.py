@@ -65,7 +65,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def _paired(group: Group, sorter: str, baseline: str, metric: str) -> str:
     ours, theirs = group.final(sorter, metric), group.final(baseline, metric)
     difference = (ours - theirs).dropna()
-    better = (difference < 0) if "loss" in metric else (difference > 0)
+    better = (difference > 0) if "accuracy" in metric else (difference < 0)
     return (
         f"{group.label(sorter)} − {group.label(baseline)}, final {AXIS_LABELS[metric]}: "
         f"{difference.mean():+.3g} ± {difference.std(ddof=0):.2g}, "

@@ -64,7 +64,8 @@ class Group:
 
     @property
     def papers_own_data(self) -> bool:
-        return all(m["data"]["papers_own"] for m in self.manifests)
+        """All of the paper's data: a part of it (quick and smoke sizes) does not count."""
+        return all(m["data"]["papers_own"] and not m["science"].get("task.limit") for m in self.manifests)
 
     def caption(self) -> str:
         """Data source, settings, seeds and commit in one line."""
@@ -77,10 +78,11 @@ class Group:
         )
         commits = ", ".join(sorted({m["commit"] or "unknown" for m in self.manifests}))
         config = first["science"]
+        size = f", size {first['config']['size']}" if "config" in first else ""
         return (
             f"{'EMBEDDED DATA: ' if first['data']['embedded'] else ''}{first['data']['description']}, "
             f"{first['data']['rows']['all']:,} rows · {config['workers']} workers, batch {config['task.batch']}, "
-            f"lr {config['task.lr']:g} · {count} seed{'s' * (count != '1')}, mean ± std · commit {commits}"
+            f"lr {config['task.lr']:g}{size} · {count} seed{'s' * (count != '1')}, mean ± std · commit {commits}"
         )
 
     @staticmethod

@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from cdgrab.data import hmda
+from cdgrab.data import hmda, m4
 from cdgrab.errors import CdgrabError
 
-DOWNLOADS = {"lr-hmda": hmda.download}
+DOWNLOADS = {"lr-hmda": hmda.download, "mlp-m4": m4.download}
 
 
 def main() -> int:

@@ -19,7 +19,8 @@ from cdgrab.results import RESULTS, Group
 from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
-EXPERIMENTS = {"lr-hmda": ("fig3a_lr_hmda",)}
+EXPERIMENTS = {"lr-hmda": ("fig3a_lr_hmda",), "mlp-m4": ("fig3c_mlp_m4",)}
+SEEDS = {"smoke": 1, "quick": 5, "paper": 5}
 
 
 def main() -> int:
@@ -29,11 +30,13 @@ def main() -> int:
         print(f"error: unknown task {arguments.task!r}; the tasks are {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
     overrides = [
-        f"{key}={getattr(arguments, key)}" for key in ("epochs", "workers", "nproc", "data") if getattr(arguments, key)
+        f"{key}={getattr(arguments, key)}"
+        for key in ("epochs", "workers", "nproc", "data", "size")
+        if getattr(arguments, key)
     ]
     for experiment in EXPERIMENTS[task]:
         try:
-            status = reproduce(experiment, overrides, arguments.seeds)
+            status = reproduce(experiment, overrides, arguments.seeds or SEEDS.get(arguments.size, SEEDS["quick"]))
         except CdgrabError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2
@@ -42,11 +45,11 @@ def main() -> int:
     return 0
 
 
-def reproduce(experiment: str, overrides: list[str], seeds: int | None) -> int:
+def reproduce(experiment: str, overrides: list[str], seeds: int) -> int:
     """Runs, notebook and table of one experiment. Returns the exit status."""
     group = Group(compose([f"experiment={experiment}", *overrides]).directory.parent)
-    sweep = [f"seed=range(0,{seeds})"] if seeds else []
-    command = [sys.executable, "-m", "experiments.launch", "-m", f"experiment={experiment}", *overrides, *sweep]
+    sweep = f"seed=range(0,{seeds})"
+    command = [sys.executable, "-m", "experiments.launch", "-m", f"experiment={experiment}", *overrides, sweep]
     status = subprocess.run(command, cwd=ROOT).returncode
     if status:
         return status
@@ -66,6 +69,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=_positive, help="how many epochs (default: the paper's)")
     parser.add_argument("--workers", type=_positive, help="how many logical workers (default: the paper's)")
     parser.add_argument("--nproc", help="processes that host the workers (default: auto)")
+    parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
     return parser.parse_args()
 

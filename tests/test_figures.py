@@ -184,7 +184,7 @@ def test_a_signal_ends_the_whole_sweep(checkout, number):
 
 def test_bad_calls_of_the_helpers_are_one_sentence(checkout):
     for module, arguments, message in [
-        ("scripts.reproduce", ["nonsense"], "unknown task 'nonsense'; the tasks are lr-hmda"),
+        ("scripts.reproduce", ["nonsense"], "unknown task 'nonsense'; the tasks are lr-hmda, mlp-m4"),
         ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
         ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
         ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),
