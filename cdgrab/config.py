@@ -103,6 +103,9 @@ def validate(config: DictConfig) -> None:
     for key in ("resume", "compile", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
+    for key, least in (("task.limit", 1), ("task.herding_every", 0)):
+        if OmegaConf.select(config, key) is not None:
+            _whole(config, key, least)
     if "train_share" in config.task:
         _number(config, "task.train_share", above=0.0, below=1.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)

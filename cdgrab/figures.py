@@ -27,6 +27,7 @@ AXIS_LABELS = {
     "train_loss": "full train loss",
     "test_accuracy": "test accuracy (%)",
     "test_loss": "test loss",
+    "test_ppl": "test perplexity",
     "test_smape": "test SMAPE",
     "epoch": "epoch",
     "elapsed": "training time (s)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .compiled import Compiled
+from .errors import CdgrabError
 
 OPTIMISERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "step", "linear")
@@ -23,6 +25,7 @@ class Optimiser:
         self, config: DictConfig, steps_per_epoch: int, epochs: int, parameters: Tensor, compiled: bool = True
     ) -> None:
         self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
+        self._clip = _clip_norm(config)
         # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
         self.state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
         gradient = torch.zeros_like(parameters)  # not `parameters` again: tracing tells inputs apart by identity
@@ -33,6 +36,8 @@ class Optimiser:
 
     def _functional_update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         nested = pytree.tree_unflatten(list(state), self._spec)
+        if self._clip is not None:
+            gradient = clipped(gradient, self._clip)
         updates, nested = self._transform.update(gradient, nested, params=parameters, inplace=False)
         new_parameters = torchopt.apply_updates(parameters, updates, inplace=False)
         return new_parameters, *pytree.tree_leaves(nested)
@@ -40,6 +45,18 @@ class Optimiser:
     def step(self, parameters: Tensor, gradient: Tensor) -> Tensor:
         new_parameters, *self.state = self._update(parameters, gradient, *self.state)
         return new_parameters
+
+
+def clipped(gradient: Tensor, norm: float) -> Tensor:
+    """The gradient, made as short as `norm` where it is longer, by the formula of torch.nn.utils.clip_grad_norm_."""
+    return gradient * (norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
+
+
+def _clip_norm(config: DictConfig) -> float | None:
+    norm = config.get("clip")
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm < math.inf):
+        raise CdgrabError(f"task.clip must be null or a number above 0, got {norm!r}")
+    return norm
 
 
 def _build(config: DictConfig, rate: Callable[[Tensor], Tensor] | float) -> torchopt.base.GradientTransformation:

@@ -23,6 +23,7 @@ from .compiled import Compiled
 from .config import Run, refuse_other_settings
 from .errors import DivergedError
 from .gradients import FlatParameters, gradient_function
+from .herding_metric import replayed_herding
 from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
@@ -66,9 +67,13 @@ class Trainer:
             workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
         )
         self.per_unit = self.sorter.needs_gradients
-        self.gradients = Compiled(
-            gradient_function(task, flat, self.per_unit, config.task.gradients), self._traceable()
-        )
+
+        def compiled(per_unit: bool) -> Compiled:
+            return Compiled(gradient_function(task, flat, per_unit, config.task.gradients), self._traceable())
+
+        self.gradients = compiled(self.per_unit)
+        # for the herding metric; traced on first use
+        self.unit_gradients = self.gradients if self.per_unit else compiled(True)
         self.optimiser = Optimiser(config.task, self.steps, config.epochs, self.parameters, config.compile)
         self.block_steps = self._block_steps()
         self.epochs_done = 0
@@ -140,8 +145,9 @@ class Trainer:
                 clock = Clock()
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
+                first_parameters = self.parameters
                 self._train_epoch(order, clock, bar)
-                metrics = self._evaluate()
+                metrics = self._evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
                 clock.lap("evaluation")
                 self.epochs_done += 1
@@ -231,6 +237,16 @@ class Trainer:
         names = sorted(shards[0])
         local = torch.stack([torch.stack([shard[name].double().to(self.device) for name in names]) for shard in shards])
         return dict(zip(names, self.group.gather(local).sum(0).tolist(), strict=True))
+
+    def _herding(self, parameters: Tensor) -> dict[str, float]:
+        """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
+        every, epoch = self.config.task.get("herding_every", 0), self.epochs_done + 1
+        if not every or epoch % every:
+            return {}
+        return replayed_herding(
+            *(self.task, lambda *inputs: self.unit_gradients.for_inputs(*inputs)(*inputs), parameters),
+            *(self.owned, self.sorter.order(epoch), self.group, self.microbatch),
+        )
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()

@@ -10,10 +10,15 @@ import os
 import sys
 from pathlib import Path
 
-from cdgrab.data import hmda, m4
+from cdgrab.data import cifar10, hmda, m4, wikitext
 from cdgrab.errors import CdgrabError
 
-DOWNLOADS = {"lr-hmda": hmda.download, "mlp-m4": m4.download}
+DOWNLOADS = {
+    "lr-hmda": hmda.download,
+    "lstm-wiki2": wikitext.download,
+    "mlp-m4": m4.download,
+    "cifar10": cifar10.download,
+}
 
 
 def main() -> int:

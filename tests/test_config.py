@@ -64,9 +64,9 @@ def test_runs_that_differ_never_share_a_folder():
 
 
 BAD = [
-    (["task=nonsense"], "unknown task 'nonsense'; the tasks are lr_hmda, mlp_m4"),
+    (["task=nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(choices('task'))}"),
     (["sorter=nonsense"], "unknown sorter 'nonsense'; the sorters are cd_grab, d_rr"),
-    (["experiment=nonsense"], "unknown experiment 'nonsense'; the experiments are fig3a_lr_hmda, fig3c_mlp_m4"),
+    (["experiment=nonsense"], f"unknown experiment 'nonsense'; the experiments are {', '.join(choices('experiment'))}"),
     (["workers=5"], "task.batch=16 cannot be split evenly over workers=5"),
     (["workers=0"], "workers must be a whole number of at least 1"),
     (["workers=two"], "workers must be a whole number"),

@@ -18,6 +18,7 @@ from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
 from cdgrab.results import Group, groups, published
 from cdgrab.runlog import read_metrics
+from scripts.reproduce import EXPERIMENTS
 
 METRICS = ("train_loss", "test_accuracy")
 FIGURE = "fig3a_lr_hmda"
@@ -184,7 +185,7 @@ def test_a_signal_ends_the_whole_sweep(checkout, number):
 
 def test_bad_calls_of_the_helpers_are_one_sentence(checkout):
     for module, arguments, message in [
-        ("scripts.reproduce", ["nonsense"], "unknown task 'nonsense'; the tasks are lr-hmda, mlp-m4"),
+        ("scripts.reproduce", ["nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(EXPERIMENTS)}"),
         ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
         ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
         ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),

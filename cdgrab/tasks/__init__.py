@@ -6,15 +6,21 @@ import torch
 from omegaconf import DictConfig
 
 from ..data import hmda, m4
+from ..data.cifar10 import locate as locate_cifar10
 from ..data.sources import Source
+from ..data.wikitext import locate as locate_wikitext
 from ..errors import CdgrabError
 from .base import Task
+from .cifar10 import LeNetCifar10
 from .lr_hmda import LrHmda
+from .lstm_wiki2 import LstmWiki2
 from .mlp_m4 import MlpM4
 
 # name -> (class, function of the config that finds the data)
 TASKS = {
+    "cifar10": (LeNetCifar10, lambda config: locate_cifar10(config.data, config.data_root)),
     "lr_hmda": (LrHmda, lambda config: hmda.locate(config.task.state, config.data, config.data_root)),
+    "lstm_wiki2": (LstmWiki2, lambda config: locate_wikitext(config.data, config.data_root)),
     "mlp_m4": (MlpM4, lambda config: m4.locate(config.data, config.data_root)),
 }
 

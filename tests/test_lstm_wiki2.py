@@ -1,0 +1,319 @@
+"""LSTM-WikiText-2 against an ordinary nn.LSTM and plain loops; its data; gradient clipping; the cache."""
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from cdgrab.config import compose
+from cdgrab.data import wikitext
+from cdgrab.data.cache import cached
+from cdgrab.errors import CdgrabError
+from cdgrab.gradients import FlatParameters, gradient_function
+from cdgrab.optimisers import Optimiser
+from cdgrab.tasks import make_task
+from experiments import train
+
+BATCH, LENGTH, TEST_COLUMNS, CHUNKS = 4, 5, 3, 7
+TINY = [f"task.batch={BATCH}", f"task.chunk_length={LENGTH}", f"task.test_columns={TEST_COLUMNS}", "task.hidden=6"]
+SGD = {"optimiser": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "schedule": {"kind": "constant"}}
+
+real_data = pytest.mark.skipif(
+    not (os.environ.get("CDGRAB_DATA") and Path(os.environ["CDGRAB_DATA"], "wikitext-2").is_dir()),
+    reason="needs the real WikiText-2: set CDGRAB_DATA (`make data-lstm-wiki2`)",
+)
+packaged_data = pytest.mark.skipif(
+    importlib.util.find_spec("gensim") is None, reason="needs the embedded Wikipedia articles: `make setup`"
+)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A tiny corpus in the published layout; 4 columns of 38 training words: 7 full chunks of 5 and 2 words over."""
+    monkeypatch.setattr(wikitext, "PUBLISHED", dict.fromkeys(wikitext.PUBLISHED))
+    rng = np.random.default_rng(0)
+    (tmp_path / "wikitext-2").mkdir()
+    for name, lines in (("train.txt", 19), ("valid.txt", 2), ("test.txt", 9)):  # 8 words a line with its end
+        text = "".join(" ".join(rng.choice(list("abcdefghij"), 7)) + " \n" for _ in range(lines))
+        (tmp_path / "wikitext-2" / name).write_text(text)
+    return tmp_path
+
+
+def tiny_task(root, *changes, workers=2):
+    """The task and which units each worker owns."""
+    run = compose(["task=lstm_wiki2", f"data_root={root}", *TINY, "task.dtype=float64", "run_dir=unused", *changes])
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    return task, task.partition(workers, torch.empty(0))
+
+
+def side_by_side(text, columns):
+    """The published arrangement, [length, columns]."""
+    return torch.tensor([text[c * (len(text) // columns) :][: len(text) // columns] for c in range(columns)]).T
+
+
+class Ordinary(nn.Module):
+    """The same model in the plainest words, with the task's parameters."""
+
+    def __init__(self, task):
+        super().__init__()
+        words, hidden = task.model.embedding.weight.shape
+        self.embedding, self.lstm = nn.Embedding(words, hidden), nn.LSTM(hidden, hidden, 2)
+        self.double()
+        with torch.no_grad():
+            for mine, other in zip(self.parameters(), task.model.parameters(), strict=True):
+                mine.copy_(other)
+
+    def loss(self, words, targets, state):
+        outputs, state = self.lstm(self.embedding(words), state)
+        scores = (outputs @ self.embedding.weight.T).log_softmax(-1)
+        return -scores.gather(-1, targets[..., None]).mean(), tuple(s.detach() for s in state)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_chunk_of_the_text_is_owned_once(root, workers):
+    task, owned = tiny_task(root, workers=workers)
+    assert owned.shape == (workers, CHUNKS) and len(owned.unique()) == task.train_units == workers * CHUNKS
+    inputs, targets = task.fetch("train", owned)  # [workers, chunks, length, columns of a worker]
+    text = side_by_side(wikitext.load(task.source)[0].train.tolist(), BATCH)
+    for shifted, chunks in enumerate((inputs, targets)):
+        rebuilt = chunks.permute(1, 2, 0, 3).reshape(CHUNKS * LENGTH, BATCH)
+        assert torch.equal(rebuilt, text[shifted : shifted + CHUNKS * LENGTH])
+
+
+@pytest.mark.parametrize(("change", "chunks"), [("task.truncate=true", CHUNKS - 1), ("task.limit=3", 3)])
+def test_fewer_chunks_on_request(root, change, chunks):
+    owned = tiny_task(root, change)[1]
+    assert owned.shape == (2, chunks) and owned[0].tolist() == list(range(chunks))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("how", ["backward", "vmap"])
+def test_gradients_and_carry_over_reordered_chunks_equal_an_ordinary_lstm(root, reset, how):
+    task, owned = tiny_task(root, f"task.reset_hidden={reset}")
+    flat, ordinary = FlatParameters(task.model), Ordinary(task)
+    parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+    compute = gradient_function(task, flat, per_unit=True, how=how)
+    text = side_by_side(wikitext.load(task.source)[0].train.tolist(), BATCH)
+    orders = torch.stack([torch.randperm(CHUNKS, generator=torch.Generator().manual_seed(w)) for w in range(2)])
+    states, carry = [None, None], task.first_carry(2)
+    assert [tuple(state.shape) for state in carry] == [(2, 2, 2, 6)] * 2  # workers, layers, columns, hidden
+    for position in range(CHUNKS):
+        units = owned.gather(1, orders[:, [position]])
+        with torch.no_grad():
+            gradients, means, losses, *carry = compute(parameters, *carry, *task.fetch("train", units))
+        for worker, chunk in enumerate(orders[:, position]):
+            columns = text[chunk * LENGTH : (chunk + 1) * LENGTH + 1, 2 * worker : 2 * worker + 2]
+            loss, states[worker] = ordinary.loss(columns[:-1], columns[1:], None if reset else states[worker])
+            ordinary.zero_grad()
+            loss.backward()
+            expected = torch.cat([p.grad.flatten() for p in ordinary.parameters()])
+            torch.testing.assert_close(gradients[worker, 0], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(means[worker], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(losses[worker], loss.detach(), rtol=0, atol=1e-10)
+            for mine, other in zip(carry, states[worker], strict=True):
+                torch.testing.assert_close(mine[worker], other, rtol=0, atol=1e-10)
+
+
+def test_evaluation_equals_a_plain_loop_in_file_order(root):
+    task, owned = tiny_task(root)
+    corpus, ordinary = wikitext.load(task.source)[0], Ordinary(task)
+    train_text, test_text = side_by_side(corpus.train.tolist(), BATCH), side_by_side(corpus.test.tolist(), TEST_COLUMNS)
+
+    def chunk_losses(text, end):
+        state, losses = None, []
+        for start in range(0, end, LENGTH):
+            stop = min(start + LENGTH, end)
+            loss, state = ordinary.loss(text[start:stop], text[start + 1 : stop + 1], state)
+            losses.append((stop - start, loss.item()))
+        return losses
+
+    def mean(losses):
+        return sum(words * loss for words, loss in losses) / sum(words for words, _ in losses)
+
+    def totals(split, shares):
+        parts = [task.totals(split, dict(task.model.named_parameters()), share) for share in shares]
+        return {name: sum(float(part[name]) for part in parts) for name in parts[0]}
+
+    visited = owned[:, torch.randperm(CHUNKS)]  # evaluation does not care in which order they were trained on
+    shares = torch.arange(task.test_units).tensor_split(4)  # of 4 workers the last has no test column
+    with torch.no_grad():
+        metrics = task.metrics(totals("train", visited), totals("test", shares))
+        test_losses = chunk_losses(test_text, len(test_text) - 1)
+        full = [loss for words, loss in test_losses if words == LENGTH]
+        assert len(full) < len(test_losses)
+        assert metrics["train_loss"] == pytest.approx(mean(chunk_losses(train_text, CHUNKS * LENGTH)), abs=1e-12)
+        assert metrics["test_ppl"] == pytest.approx(math.exp(mean(test_losses)), rel=1e-12)
+        assert metrics["test_ppl_authors"] == pytest.approx(math.exp(sum(full) / (len(full) - 1)), rel=1e-12)
+    diverged = {"loss": 1e9, "count": 1.0, "full_chunks": 1e9}
+    assert task.metrics(diverged, diverged)["test_ppl"] == math.inf
+
+
+@pytest.mark.parametrize("sorter", ["cd_grab", "d_rr"])
+def test_a_smoke_run_trains_and_logs(root, tmp_path, sorter):
+    settings = ["task=lstm_wiki2", f"data_root={root}", *TINY, "size=smoke", f"sorter={sorter}"]
+    assert train.main([*settings, "workers=2", "epochs=2", "task.lr=0.5", f"run_dir={tmp_path / 'run'}"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and lines[1]["train_loss"] < lines[0]["train_loss"] < math.log(11.5)
+    assert lines[1]["test_ppl"] < lines[1]["test_ppl_authors"]
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["sizes"]["units"] == CHUNKS and manifest["data"]["rows"]["vocabulary"] == 11
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("task.partition=random", "own columns of the text"),
+        ("task.limit=0", "task.limit must be a whole number of at least 1"),
+        ("task.reset_hidden=maybe", "task.reset_hidden must be true or false"),
+        ("task.chunk_length=1000", "too short"),
+        ("task.test_columns=60", "too short"),
+    ],
+)
+def test_bad_settings_get_one_sentence(root, change, message):
+    with pytest.raises(CdgrabError, match=message):
+        tiny_task(root, change)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("clip", [0.25, 3, None])
+def test_clipping_equals_torch_over_a_hundred_steps(clip, traced):
+    start = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours, theirs = start.clone(), start.clone().requires_grad_()
+    optimiser = Optimiser(OmegaConf.create(SGD | {"clip": clip}), 10, 10, ours, traced)
+    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
+    lengths = set()
+    for _ in range(100):
+        theirs.grad = theirs.detach() ** 3 - 1.0
+        if clip:
+            lengths.add(bool(torch.nn.utils.clip_grad_norm_([theirs], clip) > clip))
+        with torch.no_grad():
+            ours = optimiser.step(ours, ours**3 - 1.0)
+        reference.step()
+    assert lengths == ({True, False} if clip else set())  # some were too long, some were not
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, "much", True])
+def test_bad_clip_is_refused(clip):
+    with pytest.raises(CdgrabError, match="task.clip must be null or a number above 0"):
+        Optimiser(OmegaConf.create(SGD | {"clip": clip}), 1, 1, torch.zeros(3))
+
+
+def test_words_are_split_on_white_space_and_numbered_over_all_files(root):
+    for name, text in (("train", "the  cat\n\n the\tend\n"), ("valid", "a cat\n"), ("test", "dog\n")):
+        (root / "wikitext-2" / f"{name}.txt").write_text(text)
+    corpus, checksums = wikitext.load(wikitext.locate(root=str(root)))
+    assert corpus.vocabulary.tolist() == ["the", "cat", "<eos>", "end", "a", "dog"]
+    assert corpus.train.tolist() == [0, 1, 2, 2, 0, 3, 2]
+    assert corpus.valid.tolist() == [4, 1, 2] and corpus.test.tolist() == [5, 2]
+    assert set(checksums) == {"train.txt", "valid.txt", "test.txt"}
+
+
+def test_missing_and_damaged_files_are_named_in_one_sentence(tmp_path):
+    (tmp_path / "wikitext-2").mkdir()
+    source = wikitext.locate(root=str(tmp_path))
+    assert source.label == "WikiText-2" and source.papers_own
+    with pytest.raises(CdgrabError, match="train.txt is missing; get it with `make data-lstm-wiki2`"):
+        wikitext.load(source)
+    path = tmp_path / "wikitext-2" / "train.txt"
+    path.write_text("a b c\n")
+    with pytest.raises(CdgrabError, match="6 bytes instead of 10,797,148"):
+        wikitext.load(source)
+    with open(path, "wb") as file:  # right size, wrong content
+        file.truncate(wikitext.PUBLISHED["train.txt"][0])
+    with pytest.raises(CdgrabError, match="checksum") as caught:
+        wikitext.load(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("'''Bold''' and ''italic''", "Bold and italic"),
+        ("a [[link]], [[Target page|shown]] and [[plural]]s", "a link, shown and plurals"),
+        ("{{Infobox|a={{nested|{{b}}}}\n|c=d}}After", "After"),
+        ("before\n{| class=x\n! head\n|-\n| {| \n| inner\n|}\n|}\nafter", "before\nafter"),
+        ("fact<ref name=x>{{cite|a}}</ref>, more<ref name=x/>.", "fact, more."),
+        ("[[File:a.jpg|thumb|A [[cat]] and [[dog|its dog]]]]text", "text"),
+        ("[[Category:Cats]]\n[[de:Katze]]\n[[zh-min-nan:Niau]]\nend", "end"),
+        ("see [http://example.org the site] or https://example.org/x now", "see the site or now"),
+        ("== Early life ==\n* one\n** two\n: three", "Early life\none\ntwo\nthree"),
+        ("<!-- hidden\nlines -->H<sub>2</sub>O &amp;&nbsp;more<br />x", "H 2 O & more x"),
+        ("<math>x^2</math><gallery>\nFile:b.jpg\n</gallery>y __NOTOC__", "y"),
+        ("Aristotle ({{lang|el}}; ) was", "Aristotle was"),
+        ("open {{ never closed\n| a row", "open {{ never closed"),
+    ],
+)
+def test_markup_is_stripped(markup, text):
+    assert wikitext.strip_markup(markup) == text
+
+
+def test_words_punctuation_and_rare_words():
+    words = wikitext.split_words("Lincoln's 1,234.5 well-known (U.S.) émigrés—it costs 3%.")
+    assert " ".join(words) == "lincoln's 1,234.5 well-known ( u . s . ) émigrés — it costs 3 % ."
+    assert wikitext.mark_rare(list("aababc"), 3) == ["a", "a", "<unk>", "a", "<unk>", "<unk>"]
+
+
+def test_cache_gives_the_same_arrays_and_makes_damaged_files_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "cache"))
+    builds = []
+
+    def build():
+        builds.append(1)
+        return {"numbers": np.arange(1000, dtype=np.int32), "words": np.array(["ä", "bc"])}
+
+    def check(key, expected_builds):
+        arrays = cached("test", key, build)
+        assert arrays.keys() == {"numbers", "words"} and len(builds) == expected_builds
+        assert arrays["numbers"].dtype == np.int32 and arrays["numbers"].tolist() == list(range(1000))
+        assert arrays["words"].tolist() == ["ä", "bc"]
+
+    check({"a": 1}, 1)
+    check({"a": 1}, 1)
+    (path,) = (tmp_path / "cache").iterdir()
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    for count, damaged in enumerate((whole[:middle], b"", b"not an archive", flipped), start=2):
+        path.write_bytes(damaged)
+        check({"a": 1}, count)
+        check({"a": 1}, count)
+    check({"a": 2}, 6)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # nothing half-written is left
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "file"))  # cannot be a folder: made anew, without a word
+    check({"a": 1}, 7)
+
+
+@packaged_data
+def test_embedded_default_is_a_fixed_slice_of_wikipedia(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path))
+    source = wikitext.locate("embedded")
+    fresh, checksums = wikitext.load(source)
+    stored, _ = wikitext.load(source)
+    for name, array in vars(fresh).items():
+        assert np.array_equal(array, getattr(stored, name)), name
+    assert (len(fresh.train), len(fresh.valid), len(fresh.test)) == wikitext.SLICE and len(checksums) == 1
+    assert len(fresh.vocabulary) == 8718
+    assert " ".join(fresh.vocabulary[fresh.train[:8]]) == "anarchism is a political philosophy that advocates <unk>"
+    counts = np.bincount(np.concatenate([fresh.train, fresh.valid, fresh.test]))
+    assert counts.min() >= wikitext.RARE
+    assert not any(mark in word for word in fresh.vocabulary for mark in ("[[", "{{", "http"))
+
+
+@real_data
+def test_real_data_has_the_papers_counts():
+    run = compose(["experiment=fig3b_lstm_wiki2", "data=auto", "size=paper"])
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    assert task.rows == {"vocabulary": 33_278, "train": 2_088_628, "test": 245_569, "chunks": 3729}
+    assert task.partition(4, torch.empty(0)).shape == (4, 3728)
+    assert FlatParameters(task.model).dim == 1_081_760 + 32  # the paper counts 33,277 words, <eos> left out
+    inputs, targets = task.fetch("train", torch.tensor([[3 * 3729 + 3728]]))
+    assert inputs.shape == targets.shape == (1, 1, 35, 4)
