@@ -54,7 +54,7 @@ class Run:
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
-        kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith("task.presets.")}
+        kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(("task.presets.", "seeds."))}
         return kept | {"source": self.source.label}
 
 

@@ -20,7 +20,6 @@ from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
 EXPERIMENTS = {"lr-hmda": ("fig3a_lr_hmda",), "lstm-wiki2": ("fig3b_lstm_wiki2",), "mlp-m4": ("fig3c_mlp_m4",)}
-SEEDS = {"smoke": 1, "quick": 5, "paper": 5}
 
 
 def main() -> int:
@@ -36,7 +35,7 @@ def main() -> int:
     ]
     for experiment in EXPERIMENTS[task]:
         try:
-            status = reproduce(experiment, overrides, arguments.seeds or SEEDS.get(arguments.size, SEEDS["quick"]))
+            status = reproduce(experiment, overrides, arguments.seeds)
         except CdgrabError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2
@@ -45,10 +44,11 @@ def main() -> int:
     return 0
 
 
-def reproduce(experiment: str, overrides: list[str], seeds: int) -> int:
+def reproduce(experiment: str, overrides: list[str], seeds: int | None) -> int:
     """Runs, notebook and table of one experiment. Returns the exit status."""
-    group = Group(compose([f"experiment={experiment}", *overrides]).directory.parent)
-    sweep = f"seed=range(0,{seeds})"
+    run = compose([f"experiment={experiment}", *overrides])
+    group = Group(run.directory.parent)
+    sweep = f"seed=range(0,{seeds or run.config.seeds[run.config.size]})"
     command = [sys.executable, "-m", "experiments.launch", "-m", f"experiment={experiment}", *overrides, sweep]
     status = subprocess.run(command, cwd=ROOT).returncode
     if status:
@@ -65,7 +65,7 @@ def reproduce(experiment: str, overrides: list[str], seeds: int) -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", help=f"one of {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--seeds", type=_positive, help="how many seeds (default: the paper's)")
+    parser.add_argument("--seeds", type=_positive, help="how many seeds (default: the experiment's for the size)")
     parser.add_argument("--epochs", type=_positive, help="how many epochs (default: the paper's)")
     parser.add_argument("--workers", type=_positive, help="how many logical workers (default: the paper's)")
     parser.add_argument("--nproc", help="processes that host the workers (default: auto)")
