@@ -51,6 +51,11 @@ class Run:
     directory: Path
 
     @property
+    def size(self) -> str:
+        """paper, too, when another size has the same settings."""
+        return _effective_size(self.config, self.source)
+
+    @property
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
@@ -142,8 +147,17 @@ def check_choices(overrides: list[str]) -> None:
             raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {key}s are {', '.join(choices(key))}")
 
 
+def _sizes(config: DictConfig, source: Source) -> DictConfig:
+    return config.task.presets["embedded" if source.embedded else "files"]
+
+
+def _effective_size(config: DictConfig, source: Source) -> str:
+    sizes = _sizes(config, source)
+    return "paper" if sizes[config.size] == sizes["paper"] else config.size
+
+
 def _presets(config: DictConfig, source: Source) -> list[str]:
-    sizes = config.task.presets["embedded" if source.embedded else "files"]
+    sizes = _sizes(config, source)
     if config.size not in sizes:
         raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {config.size!r}")
     return [f"{key}={value}" for key, value in sizes[config.size].items()]
@@ -165,9 +179,12 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
     folder = ROOT / "results" / "runs" / config.task.name / config.name
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder  # shorter in messages
-    sizes = config.task.presets["embedded" if source.embedded else "files"]
-    size = "" if sizes[config.size] == sizes["paper"] else f"-{config.size}"
-    return folder / f"{source.label}{size}{others}" / f"{config.sorter.name}{sorter}-s{config.seed}"
+    size = _effective_size(config, source)
+    return (
+        folder
+        / f"{source.label}{'' if size == 'paper' else '-' + size}{others}"
+        / f"{config.sorter.name}{sorter}-s{config.seed}"
+    )
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict:

@@ -78,7 +78,8 @@ class Group:
         )
         commits = ", ".join(sorted({m["commit"] or "unknown" for m in self.manifests}))
         config = first["science"]
-        size = f", size {first['config']['size']}" if "config" in first else ""
+        size = first.get("size", "paper")
+        size = "" if size == "paper" else f", size {size}"
         return (
             f"{'EMBEDDED DATA: ' if first['data']['embedded'] else ''}{first['data']['description']}, "
             f"{first['data']['rows']['all']:,} rows · {config['workers']} workers, batch {config['task.batch']}, "

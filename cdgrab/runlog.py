@@ -52,6 +52,7 @@ class RunLog:
             "sorter": run.config.sorter.name,
             "sorter_label": LABELS[run.config.sorter.name],
             "seed": run.config.seed,
+            "size": run.size,
             "config": OmegaConf.to_container(run.config, resolve=True),
             "science": run.science,  # what decides the result, flat: same here, same run
             "data": run.source.as_record() | {"rows": rows},

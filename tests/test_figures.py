@@ -37,6 +37,7 @@ def write_run(folder, sorter, label, seed, losses, papers_own=False, status="fin
         "sorter": sorter.partition(",")[0],
         "sorter_label": label,
         "seed": seed,
+        "size": "quick",
         "commit": "abc123",
         "science": {"workers": 4, "task.batch": 16, "task.lr": 0.005},
         "data": {"embedded": False, "papers_own": papers_own, "description": "made up", "rows": {"all": 1234}},
@@ -75,7 +76,7 @@ def test_summary_table_has_the_right_numbers(group):
         *("CD-GraB", "2", "1.050000 ± 0.050000", "80.500 ± 0.500", "2.0", "2.000")
     ]
     assert "CD-GraB − D-RR, final full train loss: -2 ± 0, better on 2 of 2 seeds." in text
-    assert "made up, 1,234 rows" in text and "2 seeds" in text and "commit abc123" in text
+    assert "size quick" in text and "made up, 1,234 rows" in text and "2 seeds" in text and "commit abc123" in text
     assert "0.335455" in text  # what the paper reports
 
 
