@@ -8,7 +8,7 @@ import torch
 from cdgrab.config import choices, compose
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
-from cdgrab.tasks import TASKS
+from cdgrab.tasks import TASKS, make_task
 from cdgrab.workers import WorkerGroup
 from experiments import train
 from scripts.launcher import process_count
@@ -31,6 +31,15 @@ def test_every_sorter_config_builds_and_shows_all_options(sorter):
 def test_every_experiment_composes(experiment):
     run = compose([f"experiment={experiment}", "data=embedded"])
     assert run.config.name == experiment and experiment in run.directory.parts
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_every_task_builds_on_its_embedded_default(name):
+    run = compose([f"task={name}", "data=embedded", "size=smoke"])
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    owned = task.partition(4, torch.randperm(task.train_units))
+    assert owned.shape[0] == 4 and len(owned.unique()) == owned.numel()
+    assert task.source.embedded and task.rows["all"] > 0 and task.test_units > 0
 
 
 def test_embedded_settings_apply_unless_overridden(tmp_path):

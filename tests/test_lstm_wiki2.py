@@ -312,7 +312,8 @@ def test_embedded_default_is_a_fixed_slice_of_wikipedia(tmp_path, monkeypatch):
 def test_real_data_has_the_papers_counts():
     run = compose(["experiment=fig3b_lstm_wiki2", "data=auto", "size=paper"])
     task = make_task(run.config, run.source, torch.device("cpu"))
-    assert task.rows == {"vocabulary": 33_278, "train": 2_088_628, "test": 245_569, "chunks": 3729}
+    counts = {"vocabulary": 33_278, "train": 2_088_628, "test": 245_569, "chunks": 3729}
+    assert task.rows == {"all": 2_088_628 + 245_569, **counts}
     assert task.partition(4, torch.empty(0)).shape == (4, 3728)
     assert FlatParameters(task.model).dim == 1_081_760 + 32  # the paper counts 33,277 words, <eos> left out
     inputs, targets = task.fetch("train", torch.tensor([[3 * 3729 + 3728]]))

@@ -29,7 +29,7 @@ class Task:
     model: nn.Module
     train_units: int  # ordered units over all workers
     test_units: int
-    rows: dict[str, int]  # row counts for the manifest
+    rows: dict[str, int]  # row counts for the manifest; "all" is the one that captions give
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         """The data of units `indices` [...]: tensors whose first dimensions are those of `indices`."""

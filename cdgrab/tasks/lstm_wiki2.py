@@ -65,6 +65,7 @@ class LstmWiki2(Task):
         self._use_workers(1)
         self.test_units = config.test_columns
         self.rows = {
+            "all": len(corpus.train) + len(corpus.test),
             "vocabulary": len(corpus.vocabulary),
             "train": len(corpus.train),
             "test": len(corpus.test),
