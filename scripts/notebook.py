@@ -16,20 +16,25 @@ from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
 from cdgrab.config import ROOT
+from cdgrab.errors import CdgrabError
 
 
 def execute(name: str, in_place: bool = False) -> Path:
-    """The path of the executed notebook. An error in a cell is raised with that cell's traceback."""
+    """The path of the executed notebook."""
     source = ROOT / "notebooks" / f"{name}.ipynb"
     target = source if in_place else ROOT / "results" / "notebooks" / source.name
     notebook = nbformat.read(source, as_version=4)
-    NotebookClient(
+    client = NotebookClient(
         notebook,
         timeout=600,
         kernel_name="python3",
         resources={"metadata": {"path": str(ROOT)}},
         config=Config({"KernelManager": {"transport": "ipc"}}),  # local sockets: no port is opened
-    ).execute()
+    )
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        raise CdgrabError(f"notebook {name} failed: {error.ename}: {error.evalue}") from error
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)  # time stamps would make every execution a change
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,11 +49,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(execute(arguments.name, arguments.in_place))
-    except CellExecutionError as error:
-        if "no finished runs" in error.evalue:
-            print(f"skipped {arguments.name}: {error.evalue}")
+    except CdgrabError as error:
+        if "no finished runs" in str(error):
+            print(f"skipped: {error}")
             return 0
-        print(f"error: notebook {arguments.name} failed: {error.ename}: {error.evalue}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
