@@ -11,6 +11,7 @@ once: orders are needed at the end of the epoch only, and per-step Python is wha
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 
@@ -228,7 +229,7 @@ class Trainer:
         train = self._totals("train", parameters, list(self.owned))
         test = self._totals("test", parameters, list(shares))
         metrics = self.task.metrics(train, test)
-        if not all(map(_finite, metrics.values())):
+        if not all(map(math.isfinite, metrics.values())):
             self._diverged("at its end")
         return metrics
 
@@ -250,10 +251,6 @@ class Trainer:
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def _finite(value: float) -> bool:
-    return abs(value) != float("inf") and value == value
 
 
 def _progress_bar(trainer: Trainer) -> tqdm:

@@ -50,6 +50,13 @@ def test_embedded_settings_apply_unless_overridden(tmp_path):
     assert compose([f"data_root={tmp_path}"]).config.task.lr == 0.005
 
 
+def test_naming_the_state_that_is_found_anyway_is_the_same_run(tmp_path):
+    (tmp_path / "hmda").mkdir()
+    (tmp_path / "hmda" / "2017-NJ-features.csv").touch()
+    found, named = compose([f"data_root={tmp_path}"]), compose([f"data_root={tmp_path}", "task.state=NJ"])
+    assert (found.directory, found.science) == (named.directory, named.science)
+
+
 def test_runs_that_differ_never_share_a_folder():
     variants = [
         [],
@@ -69,6 +76,7 @@ def test_runs_that_differ_never_share_a_folder():
     assert str(folders[5]) == "results/runs/lr_hmda/adhoc/embedded,epochs=3/cd_grab-s0"
     # where and how a run is carried out does not make it another run
     elsewhere = compose(["data=embedded", "device=cpu", "nproc=4", "compile=false", "resume=true", "threads=2"])
+    assert compose(["data=embedded", "task.device=auto"]).science == elsewhere.science
     assert elsewhere.directory == folders[0] and elsewhere.science == compose(["data=embedded"]).science
 
 

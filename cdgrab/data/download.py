@@ -33,6 +33,14 @@ def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: 
         os.replace(path, target)
 
 
+def fetch_missing(urls: dict[Path, str], published: dict[str, tuple[int, str]]) -> list[Path]:
+    """Download the files that are not there yet; `published` has their (size, sha256) by name."""
+    for path, url in urls.items():
+        if not path.exists():
+            fetch(url, path, published[path.name])
+    return list(urls)
+
+
 def _download(url: str, path: Path) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:

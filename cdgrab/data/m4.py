@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import CdgrabError
-from .download import fetch
+from .download import fetch_missing
 from .sources import Source, check_file, data_root, packaged_file
 
 HORIZON = 13  # values of each series that are held out
@@ -42,11 +42,8 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
     """Both files; those already there are kept."""
-    paths = [root / "m4" / name for name in PUBLISHED]
-    for path, folder in zip(paths, ("Train", "Test"), strict=True):
-        if not path.exists():
-            fetch(f"{origin}/{folder}/{path.name}", path, PUBLISHED[path.name])
-    return paths
+    folders = zip(PUBLISHED, ("Train", "Test"), strict=True)
+    return fetch_missing({root / "m4" / name: f"{origin}/{folder}/{name}" for name, folder in folders}, PUBLISHED)
 
 
 def load(source: Source) -> tuple[Series, dict[str, str]]:

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .cache import cached
-from .download import fetch
+from .download import fetch_missing
 from .sources import Source, check_file, data_root, packaged_file, sha256
 
 END, UNKNOWN = "<eos>", "<unk>"
@@ -56,11 +56,7 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
     """All three files; those already there are kept."""
-    paths = [root / "wikitext-2" / name for name in PUBLISHED]
-    for path in paths:
-        if not path.exists():
-            fetch(f"{origin}/{path.name}", path, PUBLISHED[path.name])
-    return paths
+    return fetch_missing({root / "wikitext-2" / name: f"{origin}/{name}" for name in PUBLISHED}, PUBLISHED)
 
 
 def load(source: Source) -> tuple[Corpus, dict[str, str]]:

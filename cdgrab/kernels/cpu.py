@@ -7,6 +7,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from ..balance import kh_threshold
+
 # Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
 # memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
 _compile = njit(cache=True, nogil=True, fastmath={"reassoc"})
@@ -21,20 +23,26 @@ def _inner(r, v):
 
 
 @_compile
+def _step(r, v, limit):
+    """Decide one sign and add the signed vector to the running sum."""
+    if _inner(r, v) <= limit:
+        for i in range(r.size):
+            r[i] += v[i]
+        return 1
+    for i in range(r.size):
+        r[i] -= v[i]
+    return -1
+
+
+_kh_threshold = _compile(kh_threshold)
+
+
+@_compile
 def _balance(rows, running, limits, signs):
     shared = running.shape[0] == 1
     for k in range(rows.shape[0]):
         for w in range(rows.shape[1]):
-            r = running[0 if shared else w]
-            v = rows[k, w]
-            if _inner(r, v) <= limits[k, w]:
-                signs[k, w] = 1
-                for i in range(r.size):
-                    r[i] += v[i]
-            else:
-                signs[k, w] = -1
-                for i in range(r.size):
-                    r[i] -= v[i]
+            signs[k, w] = _step(running[0 if shared else w], rows[k, w], limits[k, w])
 
 
 @_compile
@@ -42,48 +50,22 @@ def _balance_centred(gradients, running, stale_mean, fresh_sum, limits, signs):
     v = np.empty(running.shape[1])
     for k in range(gradients.shape[0]):
         for w in range(gradients.shape[1]):
-            r, g, total = running[w], gradients[k, w], fresh_sum[w]
-            for i in range(r.size):
-                v[i] = g[i] - stale_mean[w, i]
-                total[i] += g[i]
-            if _inner(r, v) <= limits[k, w]:
-                signs[k, w] = 1
-                for i in range(r.size):
-                    r[i] += v[i]
-            else:
-                signs[k, w] = -1
-                for i in range(r.size):
-                    r[i] -= v[i]
+            for i in range(v.size):
+                v[i] = gradients[k, w, i] - stale_mean[w, i]
+                fresh_sum[w, i] += gradients[k, w, i]
+            signs[k, w] = _step(running[w], v, limits[k, w])
 
 
 @_compile
 def _balance_kh(rows, running, q, penalties, uniforms, signs):
     for k in range(rows.shape[0]):
-        penalty = penalties[k]
         for w in range(rows.shape[1]):
-            r = running[w]
             v = rows[k, w]
-            b = 0.0
-            for i in range(r.size):
-                b += np.float64(v[i]) * v[i]
-            threshold = 0.0
-            if b > 0.0:
-                rho = q[w] * penalty / b
-                if rho <= 1.0:
-                    threshold = b
-                    q[w] = 2.0 * b
-                else:
-                    root = np.sqrt(rho)
-                    threshold = root * b
-                    q[w] += 2.0 * b * max(penalty + 0.5 - root, 0.0) / penalty
-            if _inner(r, v) <= uniforms[k, w] * threshold:
-                signs[k, w] = 1
-                for i in range(r.size):
-                    r[i] += v[i]
-            else:
-                signs[k, w] = -1
-                for i in range(r.size):
-                    r[i] -= v[i]
+            squared_norm = 0.0
+            for i in range(v.size):
+                squared_norm += np.float64(v[i]) * v[i]
+            threshold, q[w] = _kh_threshold(q[w], squared_norm, penalties[k])
+            signs[k, w] = _step(running[w], v, uniforms[k, w] * threshold)
 
 
 def _new_signs(rows: Tensor) -> Tensor:
