@@ -107,7 +107,7 @@ def validate(config: DictConfig) -> None:
     _one_of(config, "task.gradients", GRADIENTS)
     _one_of(config, "task.dtype", tuple(DTYPES))
     _one_of(config, "device", DEVICES)
-    for key in ("resume", "compile", "task.truncate"):
+    for key in ("resume", "compile", "tf32", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
     for key, least in (("task.limit", 1), ("task.herding_every", 0)):

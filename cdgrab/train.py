@@ -101,6 +101,7 @@ class Trainer:
                 for _ in range(3):
                     unit_gradients, *_ = self.gradients.for_inputs(*inputs)(*inputs)
         if self.per_unit:
+            unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
             workers, units, dim = unit_gradients.shape
             throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
             throwaway.order(0)

@@ -65,6 +65,7 @@ def train(run: Run) -> None:
         return
     device = workers.pick_device(run.config.device)
     torch.set_num_threads(run.config.threads)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.config.tf32
     task = make_task(run.config, run.source, device)
     trainer = Trainer(run, task, group, device)
     if run.config.resume:

@@ -51,7 +51,9 @@ def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, unif
 
 def _signs(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     """Signs [sums, rows] of rows [sums, rows, dim], each against its own running sum [sums, dim]."""
-    signs = []
+    signs = [rows.new_empty(rows.shape[0], 0)]
+    if not rows.shape[1]:
+        return signs[0].to(torch.int8)
     for some, its_limits in zip(rows.split(ROWS_AT_ONCE, 1), limits.split(ROWS_AT_ONCE, 1), strict=True):
         some = some.to(running.dtype)
         gram = some @ some.mT
