@@ -12,12 +12,12 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
-          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
+          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) $(if $(DATA),--data $(DATA))
 
 .PHONY: help setup test lint figures clean
 
 help: ## this list
-	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
+	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
 	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4"
 

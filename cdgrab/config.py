@@ -33,6 +33,7 @@ DEPLOYMENT = {
     "resume",
     "device",
     "nproc",
+    "jobs",
     "data_root",
     "data",
     "compile",

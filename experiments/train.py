@@ -22,6 +22,7 @@ import torch
 from cdgrab import checkpoint, runlog, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
 from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.memory import keep_freed_memory
 from cdgrab.tasks import make_task
 from cdgrab.train import Trainer
 
@@ -58,6 +59,7 @@ def _say(sentence: str) -> None:
 
 def train(run: Run) -> None:
     """Carry out one run, unless it is complete already."""
+    keep_freed_memory()
     group = workers.connect(run.config.workers)
     wanted = may_start(run, speak=group.rank == 0)
     group.barrier()  # nobody writes before all have looked
