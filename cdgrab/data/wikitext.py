@@ -55,8 +55,8 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
-    """All three files; those already there are kept."""
-    return fetch_missing({root / "wikitext-2" / name: f"{origin}/{name}" for name in PUBLISHED}, PUBLISHED)
+    """All three files; those already there and right are kept."""
+    return fetch_missing(root / "wikitext-2", {name: f"{origin}/{name}" for name in PUBLISHED}, PUBLISHED)
 
 
 def load(source: Source) -> tuple[Corpus, dict[str, str]]:
