@@ -40,7 +40,7 @@ class Body(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(context, width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=SPREAD)
@@ -62,9 +62,9 @@ class Block(nn.Module):
 
     def __init__(self, context: int, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(width), CausalAttention(context, width, heads)
+        self.attention_norm, self.attention = LayerNorm(width), CausalAttention(context, width, heads)
         self.norm, self.expand, self.contract = (
-            nn.LayerNorm(width),
+            LayerNorm(width),
             nn.Linear(width, 4 * width),
             nn.Linear(4 * width, width),
         )
@@ -72,6 +72,15 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))
         return hidden + self.contract(F.gelu(self.expand(self.norm(hidden)), approximate="tanh"))
+
+
+class LayerNorm(nn.LayerNorm):
+    """The same numbers from elementary operations: TorchScript cannot trace the gradient of PyTorch's own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        centred = hidden - hidden.mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return centred * scale * self.weight + self.bias
 
 
 class CausalAttention(nn.Module):
