@@ -42,6 +42,7 @@ DEPLOYMENT = {
     "sorter.exchange_mb",
     "task.device",
     "task.state",  # the data source that it leads to counts instead
+    "task.dataset",
 }
 
 
@@ -178,6 +179,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     OmegaConf.resolve(plain)
     before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
+    changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
     others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
     folder = ROOT / "results" / "runs" / config.task.name / config.name
