@@ -90,7 +90,8 @@ class Trainer:
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
-        return max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
+        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
+        return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""

@@ -96,7 +96,7 @@ class MeanBalance(BalancingSorter):
         self._stale_mean, self._fresh_sum = self._stale_mean.to(device), self._fresh_sum.to(device)
         limits = (self.walk_width * self._draws(start, end)).to(device)
         signs = kernels.balance_centred(
-            gradients.transpose(0, 1), self._running_on(device), self._stale_mean, self._fresh_sum, limits
+            gradients.transpose(0, 1).double(), self._running_on(device), self._stale_mean, self._fresh_sum, limits
         )
         self._signs[:, start:end] = signs.T.cpu()
 
@@ -128,14 +128,17 @@ class PairBalance(BalancingSorter):
         if self._unpaired.shape[1]:
             gradients = torch.cat([self._unpaired.to(gradients.device), gradients], dim=1)
         pairs = gradients.shape[1] // 2
-        self._unpaired = gradients[:, 2 * pairs :].clone()
-        differences = gradients[:, 0 : 2 * pairs : 2] - gradients[:, 1 : 2 * pairs : 2]
+        self._unpaired = gradients[:, 2 * pairs :].to(torch.float64, copy=True)
+        by_position = gradients[:, : 2 * pairs].transpose(0, 1)
+        # float64 before the subtraction, and laid out as the kernels read it
+        differences = by_position[0::2].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+        differences -= by_position[1::2]
         self._take_pairs(first_pair, differences)
 
     def _take_pairs(self, first: int, differences: Tensor) -> None:
-        """Decide the signs of pairs first, first + 1, …; differences [local workers, pairs, dim]."""
-        end = first + differences.shape[1]
-        self._signs[:, first:end] = self._decide(differences.transpose(0, 1), first, end).T.cpu()
+        """Decide the signs of pairs first, first + 1, …; differences [pairs, local workers, dim]."""
+        end = first + len(differences)
+        self._signs[:, first:end] = self._decide(differences, first, end).T.cpu()
 
     def _decide(self, rows: Tensor, start: int, end: int) -> Tensor:
         """Signs [pairs, local workers] of rows [pairs, local workers, dim]."""
@@ -166,17 +169,17 @@ class CoordinatedPairBalance(PairBalance):
     def _take_pairs(self, first: int, differences: Tensor) -> None:
         self._pending.append(differences)
         waiting = sum(d.numel() * d.element_size() for d in self._pending)
-        epoch_complete = first + differences.shape[1] == self._decisions()
+        epoch_complete = first + len(differences) == self._decisions()
         if self.group.world_size == 1 or epoch_complete or waiting >= self._exchange_bytes:
-            self._exchange(end=first + differences.shape[1])
+            self._exchange(end=first + len(differences))
 
     def _exchange(self, end: int) -> None:
         if not self._pending:
             return
-        differences = self._pending[0] if len(self._pending) == 1 else torch.cat(self._pending, dim=1)
+        differences = self._pending[0] if len(self._pending) == 1 else torch.cat(self._pending)
         self._pending = []
-        start = end - differences.shape[1]
-        rows = self.group.gather(differences).transpose(0, 1)
+        start = end - len(differences)
+        rows = self.group.gather(differences.transpose(0, 1)).transpose(0, 1)
         limits = (self.walk_width * self._uniforms[start:end]).to(rows.device)
         signs = kernels.balance(rows, self._running_on(rows.device), limits)
         self._signs[:, start:end] = signs[:, self.group.local].T.cpu()

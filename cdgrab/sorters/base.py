@@ -83,7 +83,7 @@ class Sorter:
         if not len(positions):
             return
         if self.needs_gradients:
-            self._take(gradients.double())
+            self._take(gradients)
         self.position += len(positions)
 
     def state_dict(self) -> dict:
@@ -124,7 +124,7 @@ class Sorter:
         raise NotImplementedError
 
     def _take(self, gradients: Tensor) -> None:
-        """Use gradients [local workers, k, dim] of positions `self.position` onwards."""
+        """Use gradients [local workers, k, dim], of any floating-point type, of positions `self.position` onwards."""
         raise NotImplementedError
 
     def _start_epoch(self) -> None:
