@@ -63,7 +63,7 @@ class Gpt2Wiki103(Task):
         return add_totals([self._totals(split, parameters, some) for some in units.split(self._evaluated_at_once)])
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
-        """`val_ppl_authors` is the published code's number: the sum of the blocks' losses over their number less one."""
+        """`val_ppl_authors` is the published code's number: the blocks' losses, summed, over their number less one."""
         valid_loss = test["loss"] / test["count"]
         return {
             "train_loss": train["loss"] / train["count"],
