@@ -76,7 +76,7 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
             for panel, group, own in zip(row, sweep.groups, shown, strict=True):
                 _draw_panel(panel, group, metric, "epoch", experiment)
                 _frame(panel, [value for values in shown for value in values] if share else own)
-                if share or panel.get_subplotspec().is_last_row():
+                if share:
                     panel.label_outer()
         for panel, group in zip(axes[0], sweep.groups, strict=True):
             panel.set_title(column_title(group, sweep.setting))
@@ -105,7 +105,7 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
         _draw_ours(panel, group, sorter, metric, axis)
     if group.like_the_paper:
         _draw_published(panel, group, metric, axis, experiment)
-    panel.set(xlabel=AXIS_LABELS[axis], ylabel=AXIS_LABELS[metric])
+    panel.set(xlabel=AXIS_LABELS[axis], ylabel=textwrap.fill(AXIS_LABELS[metric], 26))
 
 
 def _draw_ours(panel: Axes, group: Group, sorter: str, metric: str, axis: str) -> None:
@@ -157,9 +157,9 @@ def _finish(figure: Figure, title: str, runs: Group | Sweep) -> None:
     columns = max(1, min(len(entries), int(width / 1.5)))
     rows = -(-len(entries) // columns)
     title += " (embedded data)" * runs.manifests[0]["data"]["embedded"]
-    figure.suptitle(title, y=1 - 0.06 / height, fontweight="bold", va="top")
+    figure.text(0.5, 1 - 0.06 / height, title, ha="center", va="top", fontsize="large", fontweight="bold")
     figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)
     figure.text(
         0.5, 0.03 / height, textwrap.fill(runs.caption(), int(width * 21)), ha="center", fontsize=6.5, color="0.35"
     )
-    figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - (0.34 + 0.2 * rows) / height))
+    figure.tight_layout(rect=(0, 0.2 / height, 1, 1 - (0.26 + 0.2 * rows) / height))

@@ -27,20 +27,19 @@ def summary(group: Group, metrics: tuple[str, ...], experiment: str) -> str:
     Beside the published code's form of a metric stands the metric itself.
     """
     metrics = tuple(dict.fromkeys([*metrics, *(metric.removesuffix("_authors") for metric in metrics)]))
-    notes = [group.caption() + ".", *_differences(group, metrics)]
-    notes += _published_finals(experiment, metrics, group.column)
-    return markdown(_rows(group, metrics)) + "\n\n" + "  \n".join(notes) + "\n"
+    notes = [group.caption() + ".", *_published_finals(experiment, metrics, group.column)]
+    return _page(_rows(group, metrics), _differences(group, metrics), notes)
 
 
 def sweep_summary(sweep: Sweep, metrics: tuple[str, ...], experiment: str) -> str:
     """The same with one block of rows for every value of the swept setting."""
-    rows, notes = [], [sweep.caption() + "."]
+    rows, differences, notes = [], [], [sweep.caption() + "."]
     for group in sweep.groups:
         title = column_title(group, sweep.setting)
-        rows += [{"": title, **row} for row in _rows(group, metrics)]
-        notes += [f"{title}: {note}" for note in _differences(group, metrics)]
+        rows += [{"": title} | row for row in _rows(group, metrics)]
+        differences += [{"": title} | row for row in _differences(group, metrics)]
         notes += [f"{title}: {note}" for note in _published_finals(experiment, metrics, group.column)]
-    return markdown(rows) + "\n\n" + "  \n".join(notes) + "\n"
+    return _page(rows, differences, notes)
 
 
 def comparison(experiment: str, groups: Iterable[Group]) -> list[dict[str, str]]:
@@ -103,14 +102,32 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
     return rows
 
 
-def _differences(group: Group, metrics: tuple[str, ...]) -> list[str]:
+def _differences(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
     pairs = [(sorter, BASELINE) for sorter in group.sorters if sorter != BASELINE] + list(PAIRS)
     return [
-        _paired(group, first, second, metric)
+        {"difference": f"{group.label(first)} − {group.label(second)}", "final": AXIS_LABELS[metric]}
+        | _paired(group.final(first, metric) - group.final(second, metric), metric)
         for first, second in pairs
         if {first, second} <= set(group.sorters)
         for metric in metrics
     ]
+
+
+def _page(rows: list[dict[str, str]], differences: list[dict[str, str]], notes: list[str]) -> str:
+    tables = [markdown(table) for table in (rows, differences) if table]
+    return "\n\n".join([*tables, "  \n".join(notes)]) + "\n"
+
+
+def _paired(difference: pd.Series, metric: str) -> dict[str, str]:
+    """Over the seeds that both have."""
+    difference = difference.dropna()
+    better = (difference > 0) if "accuracy" in metric else (difference < 0)
+    p = paired_p(difference.tolist())
+    return {
+        "mean ± std": f"{difference.mean():+.3g} ± {difference.std(ddof=0):.2g}",
+        "better on": f"{better.sum()} of {len(difference)} seeds",
+        "paired t-test": "one seed" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4",
+    }
 
 
 def _values(group: Group, metric: str) -> Callable[[str], pd.Series]:
@@ -121,18 +138,18 @@ def _values(group: Group, metric: str) -> Callable[[str], pd.Series]:
 
 def _compared(experiment: str, group: Group, metric: str) -> dict[str, str]:
     values, first = _values(group, metric), group.manifests[0]
-    difference = (values("cd_grab") - values(BASELINE)).dropna()
+    difference = values("cd_grab") - values(BASELINE)
+    paired = _paired(difference, metric)
     return {
         "task": f"{first['task']}, {column_title(group, group.columns or 'workers')}",
         "data": ("EMBEDDED: " if first["data"]["embedded"] else "") + first["data"]["description"],
         "size": first.get("size", "paper"),
-        "seeds": str(len(difference)),
+        "seeds": str(len(difference.dropna())),
         "metric": AXIS_LABELS[metric],
         "D-RR": _mean_std(values(BASELINE)),
         "CD-GraB": _mean_std(values("cd_grab")),
-        "CD-GraB − D-RR": f"{difference.mean():+.3g} ± {difference.std(ddof=0):.2g}",
-        "better on": f"{_better(difference, metric)} of {len(difference)}",
-        "paired t-test": _p(difference) or "one seed",
+        "CD-GraB − D-RR": paired.pop("mean ± std"),
+        **paired,
         "the paper's difference": _papers_difference(experiment, group, metric),
     }
 
@@ -145,27 +162,6 @@ def _papers_difference(experiment: str, group: Group, metric: str) -> str:
     if not {"CD-GraB", "D-RR"} <= set(curves):
         return "–"
     return f"{curves['CD-GraB']['mean'].iloc[-1] - curves['D-RR']['mean'].iloc[-1]:+.3g}"
-
-
-def _better(difference: pd.Series, metric: str) -> int:
-    return int(((difference > 0) if "accuracy" in metric else (difference < 0)).sum())
-
-
-def _p(difference: pd.Series) -> str:
-    """Of the paired t-test; empty for a single seed."""
-    p = paired_p(difference.tolist())
-    return "" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4"
-
-
-def _paired(group: Group, sorter: str, baseline: str, metric: str) -> str:
-    difference = (group.final(sorter, metric) - group.final(baseline, metric)).dropna()
-    p = _p(difference)
-    return (
-        f"{group.label(sorter)} − {group.label(baseline)}, final {AXIS_LABELS[metric]}: "
-        f"{difference.mean():+.3g} ± {difference.std(ddof=0):.2g}, "
-        f"better on {_better(difference, metric)} of {len(difference)} seeds"
-        f"{f', paired t-test {p}' if p else ''}."
-    )
 
 
 def _published_finals(experiment: str, metrics: tuple[str, ...], column: str | float | None) -> list[str]:
