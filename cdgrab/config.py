@@ -33,6 +33,7 @@ DEPLOYMENT = {
     "resume",
     "device",
     "nproc",
+    "jobs",
     "data_root",
     "data",
     "compile",
@@ -41,6 +42,7 @@ DEPLOYMENT = {
     "sorter.exchange_mb",
     "task.device",
     "task.state",  # the data source that it leads to counts instead
+    "task.dataset",
 }
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.
@@ -110,7 +112,7 @@ def validate(config: DictConfig) -> None:
     _one_of(config, "task.gradients", GRADIENTS)
     _one_of(config, "task.dtype", tuple(DTYPES))
     _one_of(config, "device", DEVICES)
-    for key in ("resume", "compile", "task.truncate"):
+    for key in ("resume", "compile", "tf32", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
     for key, least in (("task.limit", 1), ("task.herding_every", 0)):
@@ -180,6 +182,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     OmegaConf.resolve(plain)
     before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
+    changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
     others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
     folder = ROOT / "results" / "runs" / config.task.name / config.name

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
+from .compiled import side_by_side
 from .tasks.base import Task
 
 
@@ -78,7 +80,13 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
             return torch.autograd.grad(loss, leaf)[0], loss.detach(), tuple(c.detach() for c in carry)
 
     def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
-        rows = [one(parameters, tuple(c[i] for c in carry), tuple(b[i] for b in batch)) for i in range(len(batch[0]))]
+        rows = side_by_side(
+            [
+                partial(one, parameters, tuple(c[i] for c in carry), tuple(b[i] for b in batch))
+                for i in range(len(batch[0]))
+            ],
+            parameters.device,
+        )
         gradients, losses, carries = zip(*rows, strict=True)
         return torch.stack(gradients), torch.stack(losses), tuple(torch.stack(c) for c in zip(*carries, strict=True))
 

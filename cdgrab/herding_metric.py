@@ -19,35 +19,33 @@ def replayed_herding(
     owned: Tensor,
     order: Tensor,
     group: WorkerGroup,
-    microbatch: int,
+    positions_at_once: int,
 ) -> dict[str, float]:
     """`herding_per_step` and `herding_per_vector` of `order`, over the unit gradients at fixed `parameters`.
 
     compute: a `gradient_function` with unit gradients; owned, order [local workers, units]. What
     `cdgrab.herding.parallel_herding_bound` gives for all unit gradients at once, in two passes over them: the first
-    for their mean, the second for the running sum. Held at a time are the gradients of `microbatch` units a worker.
+    for their mean, the second for the running sum. Held at a time are the gradients of `positions_at_once` units a
+    worker. A task with a carry takes one at a time.
     """
     visits = owned.gather(1, order.to(owned.device))
+    if task.first_carry(1):
+        positions_at_once = 1
 
     def replay() -> Iterator[Tensor]:
-        """Every unit's gradient [dim]: position by position, workers in rank order."""
+        """Unit gradients in float64 [n, dim]: position by position, workers in rank order."""
         carry = task.first_carry(len(visits))
-        for block in visits.split(microbatch, dim=1):
+        for block in visits.split(positions_at_once, dim=1):
             gradients, _, _, *carry = compute(parameters, *carry, *task.fetch("train", block))
-            yield from group.gather(gradients).transpose(0, 1).flatten(0, 1)
+            yield group.gather(gradients).transpose(0, 1).flatten(0, 1).double()
 
-    # Sums are float64 whatever the gradients are, as in `parallel_herding_bound`.
-    mean = torch.zeros_like(parameters, dtype=torch.float64)
-    for gradient in replay():
-        mean += gradient
-    mean /= group.workers * visits.shape[1]
+    mean = sum(gradients.sum(0) for gradients in replay()) / (group.workers * visits.shape[1])
     running = torch.zeros_like(mean)
     per_step = per_vector = running.new_zeros(())
-    for count, gradient in enumerate(replay(), start=1):
-        running += gradient
-        running -= mean
-        distance = running.abs().amax()
-        per_vector = torch.maximum(per_vector, distance)
-        if count % group.workers == 0:
-            per_step = torch.maximum(per_step, distance)
+    for gradients in replay():
+        strayed = (gradients - mean).cumsum(0) + running
+        running = strayed[-1]
+        distances = strayed.abs().amax(1)
+        per_vector = torch.maximum(per_vector, distances.amax())
+        per_step = torch.maximum(per_step, distances[group.workers - 1 :: group.workers].amax())
     return {"herding_per_step": float(per_step), "herding_per_vector": float(per_vector)}

@@ -43,8 +43,14 @@ class Optimiser:
         return new_parameters, *pytree.tree_leaves(nested)
 
     def step(self, parameters: Tensor, gradient: Tensor) -> Tensor:
-        new_parameters, *self.state = self._update(parameters, gradient, *self.state)
+        """New parameters; the state moves along."""
+        new_parameters, self.state = self.updated(parameters, gradient)
         return new_parameters
+
+    def updated(self, parameters: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """New parameters and the state that belongs to them; nothing is changed."""
+        new_parameters, *state = self._update(parameters, gradient, *self.state)
+        return new_parameters, state
 
 
 def clipped(gradient: Tensor, norm: float) -> Tensor:
@@ -71,8 +77,5 @@ def _schedule(config: DictConfig, steps_per_epoch: int, epochs: int) -> Callable
     if schedule.kind == "constant":
         return lr
     if schedule.kind == "step":
-        return lambda count: (
-            lr
-            * torch.pow(torch.tensor(schedule.factor, dtype=torch.float64), count // (schedule.every * steps_per_epoch))
-        )
+        return lambda count: lr * torch.pow(schedule.factor, (count // (schedule.every * steps_per_epoch)).double())
     return lambda count: lr * (1.0 - count.double() / (epochs * steps_per_epoch)).clamp_min(0.0)

@@ -130,7 +130,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def git_commit() -> str | None:
-    """Short commit of the code, with + when tracked code differs from it; None outside a git checkout."""
+    """Short commit of the code, with + when tracked code differs from it; None outside a git checkout.
+
+    CDGRAB_COMMIT says it for a copy of the code that has no repository, or not its own.
+    """
+    if stated := os.environ.get("CDGRAB_COMMIT"):
+        return stated
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-import time
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from . import checkpoint, streams
+from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
 from .errors import DivergedError
@@ -28,25 +28,12 @@ from .herding_metric import replayed_herding
 from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
-from .tasks.base import Task
+from .steps import CapturedSteps, Steps
+from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
 
-PHASES = ("data", "gradients", "communication", "ordering", "optimiser", "evaluation")
-BLOCK_BYTES = 32 * 2**20  # of data and unit gradients held at once
+BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of data and unit gradients held at once
 MOST_STEPS_PER_BLOCK = 256
-
-
-class Clock:
-    """Adds the time since the last lap to a phase. On a GPU that is the time the host spends there: kernels run on."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
 
 
 class Trainer:
@@ -63,7 +50,7 @@ class Trainer:
 
         flat = FlatParameters(task.model)
         self.flat = flat
-        self.parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+        parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
         self.sorter = make_sorter(
             workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
         )
@@ -75,8 +62,13 @@ class Trainer:
         self.gradients = compiled(self.per_unit)
         # for the herding metric; traced on first use
         self.unit_gradients = self.gradients if self.per_unit else compiled(True)
-        self.optimiser = Optimiser(config.task, self.steps, config.epochs, self.parameters, config.compile)
+        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, config.compile)
         self.block_steps = self._block_steps()
+        parts = (task, self.gradients, optimiser, group, parameters)
+        if config.compile and device.type == "cuda" and group.world_size == 1:
+            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
+        else:
+            self.loop = Steps(*parts)
         self.epochs_done = 0
         self._warm_up()
 
@@ -96,18 +88,20 @@ class Trainer:
     def _block_steps(self) -> int:
         sample = self.task.fetch("train", self.owned[:1, :1])
         per_unit = sum(x.numel() * x.element_size() for x in sample)
-        per_unit += self.flat.dim * self.parameters.element_size() * self.per_unit
-        return max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES // (per_unit * self.microbatch * self.group.local_workers)))
+        per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
+        per_step = per_unit * self.microbatch * self.group.local_workers
+        return max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
 
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
         carry = self.task.first_carry(self.group.local_workers)
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
-            inputs = (self.parameters, *carry, *self.task.fetch("train", self.owned[:, :units]))
+            inputs = (self.loop.parameters, *carry, *self.task.fetch("train", self.owned[:, :units]))
             with torch.no_grad():
                 for _ in range(3):
                     unit_gradients, *_ = self.gradients.for_inputs(*inputs)(*inputs)
         if self.per_unit:
+            unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
             workers, units, dim = unit_gradients.shape
             throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
             throwaway.order(0)
@@ -121,8 +115,8 @@ class Trainer:
             self.group,
             self.run.science,
             self.epochs_done,
-            self.parameters,
-            self.optimiser.state,
+            self.loop.parameters,
+            self.loop.optimiser.state,
             self.sorter,
         )
 
@@ -133,8 +127,7 @@ class Trainer:
             return
         refuse_other_settings(self.run, saved["science"], self.run.directory)
         self.epochs_done = saved["epochs_done"]
-        self.parameters = saved["parameters"].to(self.device)
-        self.optimiser.state = [tensor.to(self.device) for tensor in saved["optimiser"]]
+        self.loop.load(saved["parameters"].to(self.device), [tensor.to(self.device) for tensor in saved["optimiser"]])
         self.sorter.load_state_dict(saved["sorter"])
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ class Trainer:
                 clock = Clock()
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
-                first_parameters = self.parameters
+                first_parameters = self.loop.parameters.clone()
                 self._train_epoch(order, clock, bar)
                 metrics = self._evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
@@ -167,7 +160,7 @@ class Trainer:
 
     def _train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
         visits = self.owned.gather(1, order.to(self.device))
-        self.carry = self.task.first_carry(self.group.local_workers)
+        self.loop.start_epoch()
         full = self.units // self.microbatch * self.microbatch  # units in steps of full size
         for start in range(0, full, self.block_steps * self.microbatch):
             end = min(full, start + self.block_steps * self.microbatch)
@@ -178,32 +171,19 @@ class Trainer:
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> None:
         """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`."""
         workers, units = visits.shape
-        stacked = visits.reshape(workers, -1, microbatch).transpose(0, 1).contiguous()  # [steps, workers, microbatch]
-        batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
-        compute = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
-        seen, losses = [], []
-        clock.lap("data")
-        for batch in batches:
-            unit_gradients, worker_means, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
-            clock.lap("gradients")
-            mean = self.group.gather(worker_means).mean(0)
-            clock.lap("communication")
-            self.parameters = self.optimiser.step(self.parameters, mean)
-            seen.append(unit_gradients)
-            losses.append(worker_losses)
-            clock.lap("optimiser")
-        mean_losses = self.group.gather(torch.stack(losses, dim=1)).mean(0)
+        seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+        mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         if self.per_unit:
-            self.sorter.observe(range(start, start + units), torch.cat(seen, dim=1))
+            self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
-        bar.update(len(batches))
+        bar.update(len(mean_losses))
 
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
         """losses [steps], the same on all ranks, so that all of them stop together."""
-        if torch.isfinite(losses).all() and torch.isfinite(self.parameters).all():
+        if torch.isfinite(losses).all() and torch.isfinite(self.loop.parameters).all():
             return
         bad = (~torch.isfinite(losses)).nonzero()
         step = first_step + (int(bad[0]) if len(bad) else len(losses) - 1) + 1
@@ -221,13 +201,15 @@ class Trainer:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
-        """Full train loss over all workers' units, and test metrics. Worker by worker, summed in worker order."""
-        parameters = self.flat.unflatten(self.parameters)
-        shares = torch.arange(self.task.test_units, device=self.device).tensor_split(self.config.workers)[
-            self.group.local
-        ]
-        train = self._totals("train", parameters, list(self.owned))
-        test = self._totals("test", parameters, list(shares))
+        """Full train loss over all workers' units, and test metrics. Worker by worker, summed in worker order; on one
+        GPU all at once, which is faster and equal up to rounding."""
+        parameters = self.flat.unflatten(self.loop.parameters)
+        owned, tested = self.owned, torch.arange(self.task.test_units, device=self.device)
+        if self.device.type == "cuda" and self.group.world_size == 1:
+            shares = {"train": [owned.flatten()], "test": [tested]}
+        else:
+            shares = {"train": list(owned), "test": list(tested.tensor_split(self.config.workers)[self.group.local])}
+        train, test = (self._totals(split, parameters, shares[split]) for split in ("train", "test"))
         metrics = self.task.metrics(train, test)
         if not all(map(math.isfinite, metrics.values())):
             self._diverged("at its end")
@@ -246,8 +228,12 @@ class Trainer:
             return {}
         return replayed_herding(
             *(self.task, lambda *inputs: self.unit_gradients.for_inputs(*inputs)(*inputs), parameters),
-            *(self.owned, self.sorter.order(epoch), self.group, self.microbatch),
+            *(self.owned, self.sorter.order(epoch), self.group, self._herding_positions()),
         )
+
+    def _herding_positions(self) -> int:
+        """Positions whose unit gradients are held at once, in float64."""
+        return max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()

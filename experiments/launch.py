@@ -2,46 +2,92 @@
 
     python -m experiments.launch -m experiment=fig3a_lr_hmda                     # all runs of a figure
     python -m experiments.launch -m experiment=fig3a_lr_hmda seed=0 nproc=4      # one seed, on four processes
-    python -m experiments.launch task=lr_hmda sorter=cd_grab,d_rr -m             # a sweep of one's own
+    python -m experiments.launch task=lr_hmda sorter=cd_grab,d_rr -m jobs=2      # a sweep of one's own, two at a time
 
 Complete runs are not repeated, interrupted ones go on where they stopped.
 """
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from cdgrab.config import CONFIGS, check_choices, known_names
+from cdgrab.config import CONFIGS, ROOT, check_choices, known_names
 from cdgrab.errors import CdgrabError
+from cdgrab.sorters.base import count
 from scripts.launcher import launch
 
 REFUSED = 2
-statuses: list[int] = []
+wanted: list[list[str]] = []  # the overrides of every run
+jobs = 1
 
 
 @hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")
-def launch_one(_: DictConfig) -> None:
+def collect(config: DictConfig) -> None:
     """Hydra expands the sweep; each run composes its own configuration from the overrides, once, for all ranks."""
-    statuses.append(launch(list(HydraConfig.get().overrides.task)))
-    if statuses[-1] == REFUSED:
-        raise SystemExit(REFUSED)  # the other runs of a sweep would be refused for the same reason
+    global jobs
+    jobs = config.jobs
+    wanted.append(list(HydraConfig.get().overrides.task))
+
+
+def one_after_the_other() -> list[int]:
+    """Exit statuses. A diverged run does not stop a sweep; a refused one does: the others would be refused too."""
+    statuses = []
+    for overrides in wanted:
+        statuses.append(launch(overrides))
+        if statuses[-1] == REFUSED:
+            break
+    return statuses
+
+
+def several_at_once(jobs: int) -> list[int]:
+    """Exit statuses; every run is a process of its own, started when one of the `jobs` places is free.
+
+    A signal ends those under way and the sweep with them.
+    """
+    waiting, running, statuses = list(wanted), [], []
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(
+                    subprocess.Popen([sys.executable, "-m", "experiments.launch", *waiting.pop(0)], cwd=ROOT)
+                )
+            time.sleep(0.1)
+            statuses += [run.returncode for run in running if run.poll() is not None]
+            running = [run for run in running if run.returncode is None]
+            if REFUSED in statuses:
+                waiting.clear()
+    except BaseException as interruption:
+        for run in running:
+            run.terminate()
+        for run in running:
+            run.wait()
+        if isinstance(interruption, KeyboardInterrupt):
+            raise SystemExit(128 + signal.SIGINT) from None
+        raise
+    return statuses
 
 
 def main() -> int:
-    """Exit status: that of the first run that failed. A diverged run does not stop a sweep, a refused one does."""
+    """Exit status: that of the first run that failed."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{__doc__}\n{known_names()}")
         return 0
     try:
         check_choices([argument for argument in sys.argv[1:] if not argument.startswith("-")])
+        collect()
+        count("jobs", jobs, 1)
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    launch_one()
+    statuses = several_at_once(jobs) if jobs > 1 and len(wanted) > 1 else one_after_the_other()
     return next((status for status in statuses if status), 0)
 
 

@@ -22,6 +22,7 @@ import torch
 from cdgrab import checkpoint, runlog, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
 from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.memory import keep_freed_memory
 from cdgrab.tasks import make_task
 from cdgrab.train import Trainer
 
@@ -58,6 +59,7 @@ def _say(sentence: str) -> None:
 
 def train(run: Run) -> None:
     """Carry out one run, unless it is complete already."""
+    keep_freed_memory()
     group = workers.connect(run.config.workers)
     wanted = may_start(run, speak=group.rank == 0)
     group.barrier()  # nobody writes before all have looked
@@ -65,6 +67,7 @@ def train(run: Run) -> None:
         return
     device = workers.pick_device(run.config.device)
     torch.set_num_threads(run.config.threads)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.config.tf32
     task = make_task(run.config, run.source, device)
     trainer = Trainer(run, task, group, device)
     if run.config.resume:

@@ -1,6 +1,22 @@
-"""Download a task's dataset into CDGRAB_DATA, or ./data when that is not set. Files are checked and written whole.
+"""Download a task's dataset into CDGRAB_DATA, or ./data when that is not set.
 
-python -m scripts.get_data lr-hmda        # `make data-lr-hmda`
+    python -m scripts.get_data cifar10                       # `make data-cifar10`
+    python -m scripts.get_data glue --clones my/clones       # from clones of the hub's repositories, without a network
+
+Every dataset has one or more origins, tried in turn. Files are checked (size and checksum, or number of rows) and
+written whole; files that are there and right are kept, and nothing wrong or half-written is left behind.
+
+  lr-hmda        hmda/                  the repository of arXiv 2301.11562
+  lstm-wiki2     wikitext-2/            PyTorch's examples; the hub's Salesforce/wikitext
+  mlp-m4         m4/                    the competition's repository
+  cifar10        cifar-10-batches-py/   the author's site; torchvision, where installed
+                 cifar-10-batches-bin/  the hub's uoft-cs/cifar10 (the same pictures in the binary layout)
+  gpt2-wiki103   wikitext-103/          the hub's Salesforce/wikitext
+                 gpt2/                  the hub's openai-community/gpt2; OpenAI's site
+  glue           glue/<TASK>/           the hub's nyu-mll/glue
+
+The hub is https://huggingface.co, or what HF_ENDPOINT names. Its libraries keep what they download under HF_HOME; with
+HF_HUB_OFFLINE=1 that is used alone.
 """
 
 from __future__ import annotations
@@ -8,33 +24,92 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from cdgrab.data import cifar10, hmda, m4, wikitext
+from cdgrab.data import cifar10, hmda, hub, hub_glue, m4, wikitext
 from cdgrab.errors import CdgrabError
 
-DOWNLOADS = {
-    "lr-hmda": hmda.download,
-    "lstm-wiki2": wikitext.download,
-    "mlp-m4": m4.download,
-    "cifar10": cifar10.download,
+
+@dataclass(frozen=True)
+class FromHub:
+    """An origin that reads a repository of the hub, or a clone of it."""
+
+    repository: str
+    write: Callable[..., list[Path]]
+
+    def __call__(self, root: Path) -> list[Path]:
+        return self.write(root, repository=self.repository)
+
+    def cloned_in(self, clones: Path) -> FromHub:
+        if not (clone := clones / self.repository).is_dir():
+            raise CdgrabError(f"there is no clone of {self.repository} at {clone}")
+        return replace(self, repository=str(clone))
+
+
+Origin = Callable[[Path], list[Path]]
+# task -> its datasets -> the origins of each, in the order in which they are tried
+DATASETS: dict[str, list[list[Origin]]] = {
+    "lr-hmda": [[hmda.download]],
+    "lstm-wiki2": [[wikitext.download, FromHub(hub.WIKITEXT, hub.wikitext2)]],
+    "mlp-m4": [[m4.download]],
+    "cifar10": [
+        [cifar10.download, cifar10.download_with_torchvision, FromHub(hub.CIFAR10, hub.cifar10_pictures)],
+    ],
+    "gpt2-wiki103": [
+        [FromHub(hub.GPT2, hub.gpt2), hub.gpt2_from_openai],
+        [FromHub(hub.WIKITEXT, hub.wikitext103)],
+    ],
+    "glue": [[FromHub(hub_glue.GLUE, partial(hub_glue.glue, dataset=name))] for name in hub_glue.TABLES],
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", help=f"one of {', '.join(DOWNLOADS)}")
-    task = parser.parse_args().task.lower().replace("_", "-")
+    parser.add_argument("task", help=f"one of {', '.join(DATASETS)}")
+    parser.add_argument(
+        "--clones",
+        type=Path,
+        help="a folder with clones of the hub's repositories under their names (CLONES/nyu-mll/glue), used instead of "
+        "all origins",
+    )
+    arguments = parser.parse_args()
+    task = arguments.task.lower().replace("_", "-")
     root = Path(os.environ.get("CDGRAB_DATA") or "data").expanduser()
     try:
-        if task not in DOWNLOADS:
-            raise CdgrabError(f"unknown task {task!r}; the tasks are {', '.join(DOWNLOADS)}")
-        for path in DOWNLOADS[task](root):
-            print(path)
+        if task not in DATASETS:
+            raise CdgrabError(f"unknown task {task!r}; the tasks are {', '.join(DATASETS)}")
+        for origins in DATASETS[task]:
+            for path in get(root, cloned(origins, arguments.clones) if arguments.clones else origins):
+                print(path)
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; what was complete is kept", file=sys.stderr)
+        return 130
     return 0
+
+
+def cloned(origins: list[Origin], clones: Path) -> list[Origin]:
+    """Those of the origins that are on the hub, as clones."""
+    found = [origin.cloned_in(clones) for origin in origins if isinstance(origin, FromHub)]
+    if not found:
+        raise CdgrabError("this dataset is not on the hub, so that --clones does not help")
+    return found
+
+
+def get(root: Path, origins: list[Origin]) -> list[Path]:
+    """The files of the first origin that can give them."""
+    *first, last = origins
+    for origin in first:
+        try:
+            return origin(root)
+        except CdgrabError as error:
+            print(f"{error}; trying the next origin", file=sys.stderr)
+    return last(root)
 
 
 if __name__ == "__main__":

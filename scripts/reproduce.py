@@ -41,7 +41,7 @@ def main() -> int:
         return REFUSED
     overrides = [
         f"{key}={getattr(arguments, key)}"
-        for key in ("epochs", "workers", "nproc", "data", "size")
+        for key in ("epochs", "workers", "nproc", "jobs", "data", "size")
         if getattr(arguments, key)
     ]
     if task == "all":
@@ -129,6 +129,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=_positive, help="how many epochs (default: the paper's)")
     parser.add_argument("--workers", type=_positive, help="how many logical workers (default: the paper's)")
     parser.add_argument("--nproc", help="processes that host the workers (default: auto)")
+    parser.add_argument("--jobs", type=_positive, help="runs at the same time (default: 1)")
     parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
     return parser.parse_args()

@@ -111,43 +111,58 @@ def test_pair_form_equals_two_fingers_moving_inwards(seed, workers, units):
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def assert_same_by_both(function, *arguments):
-    """The compiled and the plain version give the same signs and leave the same sums behind."""
-    cpu = pytest.importorskip("cdgrab.kernels.cpu")
-    by_plain, by_cpu = ([a.clone(memory_format=torch.preserve_format) for a in arguments] for _ in range(2))
-    expected, signs = getattr(balance, function)(*by_plain), getattr(cpu, function)(*by_cpu)
-    assert signs.dtype == expected.dtype == torch.int8 and torch.equal(signs, expected)
-    assert 0.2 < (signs > 0).double().mean() < 0.8, "not a test if all signs are alike"
-    for compiled, plain in zip(by_cpu, by_plain, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)
+@pytest.fixture(params=["numba", "gram", "gram on a GPU"])
+def fast(request):
+    """(module, device) of a fast version."""
+    if request.param == "numba":
+        return pytest.importorskip("cdgrab.kernels.cpu"), "cpu"
+    if request.param == "gram":
+        return kernels.gram, "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    return kernels.gram, "cuda"
+
+
+def assert_same_by_both(fast, function, *arguments):
+    """The fast and the plain version give the same signs and leave the same sums behind."""
+    module, device = fast
+    by_plain, by_fast = (
+        [a.to(where).clone(memory_format=torch.preserve_format) for a in arguments] for where in ("cpu", device)
+    )
+    expected, signs = getattr(balance, function)(*by_plain), getattr(module, function)(*by_fast)
+    assert signs.dtype == expected.dtype == torch.int8 and torch.equal(signs.cpu(), expected)
+    assert 0.2 < (expected > 0).double().mean() < 0.8, "not a test if all signs are alike"
+    for compiled, plain in zip(by_fast, by_plain, strict=True):
+        torch.testing.assert_close(compiled.cpu(), plain, rtol=1e-12, atol=1e-12)
 
 
 @dtypes
 @layouts
 @pytest.mark.parametrize("width", [0.0, 6.0], ids=["greedy", "walk"])
 @pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])
-def test_compiled_balance_equals_the_plain_loop(dtype, strided, width, sums):
+def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, monkeypatch):
+    monkeypatch.setattr(kernels.gram, "ROWS_AT_ONCE", 32)  # several blocks, the last one short
     rows, limits = make_rows(40, 3, 19, dtype, strided), width * uniform(40, 3)
-    assert_same_by_both("balance", rows, torch.zeros(sums, 19, dtype=torch.float64), limits)
-    assert_same_by_both("balance", rows, normal(sums, 19, seed=1), limits)
+    assert_same_by_both(fast, "balance", rows, torch.zeros(sums, 19, dtype=torch.float64), limits)
+    assert_same_by_both(fast, "balance", rows, normal(sums, 19, seed=1), limits)
 
 
 @dtypes
 @layouts
 @pytest.mark.parametrize("width", [0.0, 6.0], ids=["greedy", "walk"])
-def test_compiled_centred_balance_equals_the_plain_loop(dtype, strided, width):
+def test_fast_centred_balance_equals_the_plain_loop(fast, dtype, strided, width):
     running, stale_mean, fresh_sum = normal(3, 3, 19, seed=1)
     rows = make_rows(40, 3, 19, dtype, strided)
-    assert_same_by_both("balance_centred", rows, running, stale_mean, fresh_sum, width * uniform(40, 3))
+    assert_same_by_both(fast, "balance_centred", rows, running, stale_mean, fresh_sum, width * uniform(40, 3))
 
 
 @dtypes
 @layouts
-def test_compiled_kernel_halving_equals_the_plain_loop(dtype, strided):
+def test_fast_kernel_halving_equals_the_plain_loop(fast, dtype, strided):
     rows, penalties = make_rows(40, 3, 19, dtype, strided), balance.kh_penalties(40, 2, 10)
     rows[20:] *= 0.03  # small rows after large ones: the branch with rho > 1
     q = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)
-    assert_same_by_both("balance_kh", rows, normal(3, 19, seed=1), q, penalties, uniform(40, 3))
+    assert_same_by_both(fast, "balance_kh", rows, normal(3, 19, seed=1), q, penalties, uniform(40, 3))
 
 
 @pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])

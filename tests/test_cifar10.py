@@ -32,6 +32,10 @@ PUBLISHED_MD5 = [
     *("c99cafc152244af753f735de768cd75f", "d4bba439e000b95fd0a9bffe97cbabec", "54ebc095f3ab1f0389bbae665268c751"),
     *("634d18415352ddfa80567beed471001a", "482c414d41f54cd18b22e5b47cb7c3cb", "40351d587109b95175f43aff81a1287e"),
 ]
+PUBLISHED_BINARY_MD5 = [
+    *("5dd7e06a14cb22eb9f671a540d1b7c25", "5ea93a67294ea407fff1d09f752e9692", "942cd6a4bcdd0dd3c604fbe906cb4421"),
+    *("ae636b3ba5c66a11e91e8cb52e771fcb", "53f37980c15c3d472c316c40844f3f0d", "803d5f7f4d78ea53de84dbe85f74fb6d"),
+]
 
 
 def embedded_task(*settings):
@@ -251,6 +255,28 @@ def test_real_files_have_the_published_counts_and_means():
     assert np.bincount(pictures.labels[50_000:]).tolist() == [1000] * 10
     means = pictures.images[:50_000].mean(axis=(0, 2, 3)) / 255
     np.testing.assert_allclose(means, [0.49140, 0.48216, 0.44653], atol=5e-6)
+
+
+@pytest.mark.skipif(not REAL_FOLDER.is_dir(), reason="needs the real CIFAR-10 files under CDGRAB_DATA")
+def test_checksums_of_the_binary_files_belong_to_the_published_md5():
+    for path, md5, known in zip(cifar10.locate().files, PUBLISHED_BINARY_MD5, cifar10.BINARY.values(), strict=True):
+        images, labels = cifar10._read_batch(path)
+        content = np.column_stack([labels.astype(np.uint8), images.reshape(len(labels), -1)]).tobytes()
+        assert hashlib.md5(content).hexdigest() == md5
+        assert (len(content), hashlib.sha256(content).hexdigest()) == known
+
+
+def test_a_damaged_file_is_downloaded_again_and_kept_until_then(files, tmp_path):
+    archive, damaged = tmp_path / "archive.tar.gz", files / cifar10.FOLDER / "data_batch_2"
+    with tarfile.open(archive, "w:gz") as opened:
+        opened.add(files / cifar10.FOLDER, cifar10.FOLDER)
+    right = damaged.read_bytes()
+    damaged.write_bytes(b"damaged")
+    with pytest.raises(CdgrabError, match="cannot be downloaded"):
+        cifar10.download(files, origin=(tmp_path / "nowhere").as_uri())
+    assert damaged.read_bytes() == b"damaged" and len(list(damaged.parent.iterdir())) == 6
+    cifar10.download(files, origin=archive.as_uri())
+    assert damaged.read_bytes() == right
 
 
 # -- runs and their herding metric ------------------------------------------------------------------------------------

@@ -259,20 +259,21 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(chec
         assert (checkout / "results" / "figures" / f"{figure}-embedded-smoke,epochs=3.png").stat().st_size > 500
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_whole_sweep(checkout, number):
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
     """Not only the run under way: a sweep that goes on unseen would train on code that is being edited."""
     command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]
     runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
+    command = [*command, f"jobs={jobs}"]
     process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
-    while not list(runs.glob("*/metrics.jsonl")) and process.poll() is None:
+    while len(list(runs.glob("*/metrics.jsonl"))) < jobs and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
     assert process.wait(timeout=60) == 128 + number
-    assert [path.name for path in runs.iterdir()] == ["cd_grab-s0"]
-    length = len(read_metrics(runs / "cd_grab-s0" / "metrics.jsonl"))
+    assert sorted(path.name for path in runs.iterdir()) == [f"cd_grab-s{seed}" for seed in range(jobs)]
+    lengths = [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()]
     time.sleep(1)
-    assert len(read_metrics(runs / "cd_grab-s0" / "metrics.jsonl")) == length, "the rank is still training"
+    assert [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()] == lengths, "a rank is still training"
     shutil.rmtree(runs)
 
 

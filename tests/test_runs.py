@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from cdgrab import reference
+from cdgrab.clock import PHASES
 from cdgrab.config import ROOT, compose
 from cdgrab.runlog import read_manifest, read_metrics
 from cdgrab.sorters import SORTERS
 from cdgrab.tasks import make_task
-from cdgrab.train import PHASES, Trainer
+from cdgrab.train import Trainer
 from cdgrab.workers import WorkerGroup
 from experiments import train
 
@@ -225,7 +226,8 @@ def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch)
     task = make_task(config.config, config.source, torch.device("cpu"))
     trainer = Trainer(config, task, WorkerGroup(4), torch.device("cpu"))
     batch = task.fetch("train", trainer.owned[:, :4])
-    assert trainer.gradients.for_inputs(trainer.parameters, *batch)(trainer.parameters, *batch)[0].numel() == 0
+    parameters = trainer.loop.parameters
+    assert trainer.gradients.for_inputs(parameters, *batch)(parameters, *batch)[0].numel() == 0
     monkeypatch.setattr("cdgrab.sorters.base.Sorter.observe", lambda *_: pytest.fail("observe was called"))
     run(tmp_path / "run", "epochs=1", "sorter=d_rr")
 

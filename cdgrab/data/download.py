@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import shutil
 import sys
@@ -9,14 +11,58 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..errors import CdgrabError
-from .sources import sha256
+from .sources import by_checksum, is_published
 
 POINTER = b"version https://git-lfs"
+Writer = Callable[[Path], None]
+
+
+def reason(error: Exception) -> str:
+    """What an error of another library says, short enough for one sentence of ours."""
+    text = str(getattr(error, "reason", None) or error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")
+
+
+@contextlib.contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside `folder`, so that moving a file out of it is atomic.
+
+    Folders made on the way go again if nothing came of them: an empty one would look like a dataset with lost files.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise CdgrabError(f"the files cannot be written to {folder} ({reason(error)})") from error
+    finally:
+        for path in made:  # the innermost first; only empty folders can be removed this way
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def install(folder: Path, writers: dict[str, Writer], is_right: Callable[[Path], bool]) -> list[Path]:
+    """Put files by these names into `folder`, all or none. Files that are there and right are kept.
+
+    A writer writes its file to the path it is given, and raises CdgrabError rather than write a wrong one. A file that
+    is not right is replaced only when all that is new has been written.
+    """
+    wanted = [folder / name for name in writers if not is_right(folder / name)]
+    if wanted:
+        with staging(folder) as temporary:
+            for path in wanted:
+                writers[path.name](temporary / path.name)
+            for path in wanted:
+                os.replace(temporary / path.name, path)
+    return [folder / name for name in writers]
 
 
 def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: str | None = None) -> None:
@@ -24,21 +70,19 @@ def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: 
 
     `known` is the (size, sha256) that the finished file must have.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
-        path = _download(url, Path(folder) / "download")
+    with staging(target.parent) as folder:
+        path = _download(url, folder / "download")
         if member:
-            path = _extract(path, member, Path(folder) / "member", url)
-        _verify(path, known, url)
+            path = _extract(path, member, folder / "member", url)
+        if known and not is_published(path, known):
+            raise CdgrabError(f"{url} is not the published file: its size or checksum differs")
         os.replace(path, target)
 
 
-def fetch_missing(urls: dict[Path, str], published: dict[str, tuple[int, str]]) -> list[Path]:
-    """Download the files that are not there yet; `published` has their (size, sha256) by name."""
-    for path, url in urls.items():
-        if not path.exists():
-            fetch(url, path, published[path.name])
-    return list(urls)
+def fetch_missing(folder: Path, urls: dict[str, str], published: dict[str, tuple[int, str]]) -> list[Path]:
+    """Download the files that are not there or damaged; `published` has their (size, sha256) by name."""
+    writers = {name: partial(fetch, url, known=published[name]) for name, url in urls.items()}
+    return install(folder, writers, by_checksum(published))
 
 
 def _download(url: str, path: Path) -> Path:
@@ -56,8 +100,8 @@ def _download(url: str, path: Path) -> Path:
                 while block := response.read(1 << 16):
                     file.write(block)
                     bar.update(len(block))
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise CdgrabError(f"{url} cannot be downloaded ({getattr(error, 'reason', error)})") from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        raise CdgrabError(f"{url} cannot be downloaded ({reason(error)})") from error
     if total and path.stat().st_size != total:
         raise CdgrabError(f"{url} broke off after {path.stat().st_size:,} of {total:,} bytes; try again")
     with open(path, "rb") as file:
@@ -74,8 +118,3 @@ def _extract(archive: Path, member: str, path: Path, url: str) -> Path:
     except (zipfile.BadZipFile, KeyError) as error:
         raise CdgrabError(f"{url} is not a zip archive that holds {member}") from error
     return path
-
-
-def _verify(path: Path, known: tuple[int, str] | None, url: str) -> None:
-    if known and (path.stat().st_size, sha256(path)) != known:
-        raise CdgrabError(f"{url} is not the published file: its size or checksum differs")

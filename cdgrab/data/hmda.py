@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from ..errors import CdgrabError
-from .download import fetch
-from .sources import Source, check_file, data_root, packaged_file
+from .download import fetch, install
+from .sources import Source, by_checksum, check_file, data_root, packaged_file
 
 PARTS = ("features", "protected", "target")
 STATES = ("NY", "NJ")  # in order of preference; the paper trains on NY
@@ -61,16 +62,16 @@ def _embedded() -> Source:
 
 
 def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
-    """The files of the first state that can be had, New York first; files already there are kept."""
+    """The files of the first state that can be had, New York first; files already there and right are kept."""
     problems = []
     for state in states:
-        wanted = [root / "hmda" / f"2017-{state}-{part}.csv" for part in PARTS]
+        writers = {}
+        for part in PARTS:
+            name = f"2017-{state}-{part}.csv"
+            url = f"{origin}/{state}/2017-{state}-{part}.zip"
+            writers[name] = partial(fetch, url, known=PUBLISHED.get(name), member=name)
         try:
-            for path in wanted:
-                if not path.exists():
-                    url = f"{origin}/{state}/{path.with_suffix('.zip').name}"
-                    fetch(url, path, PUBLISHED.get(path.name), member=path.name)
-            return wanted
+            return install(root / "hmda", writers, by_checksum(PUBLISHED))
         except CdgrabError as error:
             problems.append(str(error))
     raise CdgrabError("; ".join(problems) + "; `data=embedded` needs no download")

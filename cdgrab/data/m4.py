@@ -41,9 +41,9 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
-    """Both files; those already there are kept."""
+    """Both files; those already there and right are kept."""
     folders = zip(PUBLISHED, ("Train", "Test"), strict=True)
-    return fetch_missing({root / "m4" / name: f"{origin}/{folder}/{name}" for name, folder in folders}, PUBLISHED)
+    return fetch_missing(root / "m4", {name: f"{origin}/{folder}/{name}" for name, folder in folders}, PUBLISHED)
 
 
 def load(source: Source) -> tuple[Series, dict[str, str]]:

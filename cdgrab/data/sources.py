@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def is_published(path: Path, known: tuple[int, str] | None) -> bool:
+    """Whether the file is there and has the known (size, sha256); where nothing is known, whether it is there."""
+    return path.is_file() and (not known or (path.stat().st_size == known[0] and sha256(path) == known[1]))
+
+
+def by_checksum(published: dict[str, tuple[int, str]]) -> Callable[[Path], bool]:
+    """`is_published`, of files whose (size, sha256) are known by name."""
+    return lambda path: is_published(path, published.get(path.name))
 
 
 def check_file(path: Path, known: tuple[int, str] | None, how_to_get: str) -> str:

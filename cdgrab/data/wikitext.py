@@ -31,6 +31,7 @@ REQUIREMENT = "gensim==4.4.0"
 PACKAGED_NAME = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 PACKAGED = (1695871, "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d")
 SLICE = (250_000, 15_000, 15_000)  # words taken from the packaged articles for train, valid and test
+REINSTALL = f"reinstall it with `pip install --force-reinstall --no-deps {REQUIREMENT}`"
 RARE = 3  # a word must occur this often in the slice to be more than unknown
 
 
@@ -55,8 +56,8 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
-    """All three files; those already there are kept."""
-    return fetch_missing({root / "wikitext-2" / name: f"{origin}/{name}" for name in PUBLISHED}, PUBLISHED)
+    """All three files; those already there and right are kept."""
+    return fetch_missing(root / "wikitext-2", {name: f"{origin}/{name}" for name in PUBLISHED}, PUBLISHED)
 
 
 def load(source: Source) -> tuple[Corpus, dict[str, str]]:
@@ -86,7 +87,7 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _load_packaged(path: Path) -> tuple[Corpus, dict[str, str]]:
-    checksum = check_file(path, PACKAGED, f"reinstall it with `pip install --force-reinstall --no-deps {REQUIREMENT}`")
+    checksum = check_file(path, PACKAGED, REINSTALL)
     key = {"source": checksum, "code": sha256(Path(__file__))}  # this file holds the rules and all their settings
     arrays = cached("wikipedia", key, lambda: vars(_cut_slice(path)))
     return Corpus(**arrays), {path.name: checksum}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import balance as plain
+from . import gram
 
 try:
     from . import cpu
@@ -13,7 +14,9 @@ except ImportError:  # numba is optional: without it the plain loops run, some h
 
 
 def _module(tensor: Tensor):
-    return cpu if cpu is not None and tensor.device.type == "cpu" else plain
+    if tensor.device.type != "cpu":
+        return gram
+    return plain if cpu is None else cpu
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:

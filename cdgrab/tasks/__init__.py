@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from omegaconf import DictConfig
 
-from ..data import hmda, m4
+from ..data import hmda, m4, text_blocks
 from ..data.cifar10 import locate as locate_cifar10
+from ..data.glue import locate as locate_glue
 from ..data.sources import Source
 from ..data.wikitext import locate as locate_wikitext
 from ..errors import CdgrabError
 from .base import Task
 from .cifar10 import LeNetCifar10
+from .glue import Glue
+from .gpt2_wiki103 import Gpt2Wiki103
 from .lr_hmda import LrHmda
 from .lstm_wiki2 import LstmWiki2
 from .mlp_m4 import MlpM4
@@ -19,6 +22,8 @@ from .mlp_m4 import MlpM4
 # name -> (class, function of the config that finds the data)
 TASKS = {
     "cifar10": (LeNetCifar10, lambda config: locate_cifar10(config.data, config.data_root)),
+    "glue": (Glue, lambda config: locate_glue(config.task.dataset, config.data, config.data_root)),
+    "gpt2_wiki103": (Gpt2Wiki103, lambda config: text_blocks.locate(config.data, config.data_root)),
     "lr_hmda": (LrHmda, lambda config: hmda.locate(config.task.state, config.data, config.data_root)),
     "lstm_wiki2": (LstmWiki2, lambda config: locate_wikitext(config.data, config.data_root)),
     "mlp_m4": (MlpM4, lambda config: m4.locate(config.data, config.data_root)),

@@ -40,7 +40,7 @@ class Task:
         raise NotImplementedError
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        """Sums over `units` (one worker's share, at most a few at a time in memory); sums of shares are added."""
+        """Sums over `units` [n], the shares of one or more workers, at most a few at a time in memory."""
         raise NotImplementedError
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from ..data.sources import Source
 from ..errors import CdgrabError
 from .base import DTYPES, Task, initialised
 
+EVALUATED_AT_ONCE = {"cpu": 560, "cuda": 16384}  # words; each has a score for every word of the vocabulary
 Carry = tuple[Tensor, Tensor]  # hidden and cell state, [layers, columns, hidden] each
 
 
@@ -108,7 +109,9 @@ class LstmWiki2(Task):
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if split == "train":
-            inputs, targets = (chunks.flatten(0, 1) for chunks in self.fetch(split, units.sort().values))
+            # the columns of several workers side by side: [chunks, chunk_length, workers, columns]
+            owned = units.sort().values.view(len((units // self.chunks).unique()), -1)
+            inputs, targets = (chunks.movedim(0, 2).flatten(0, 1).flatten(1, 2) for chunks in self.fetch(split, owned))
         else:
             inputs, targets = (columns.T for columns in self.fetch(split, units))
         losses = self._losses_in_order(parameters, inputs, targets).double()
@@ -142,8 +145,8 @@ class LstmWiki2(Task):
         if not inputs.numel():  # more workers than test columns
             return torch.zeros(inputs.shape, device=self._device)
         carry = self._zeros(self.config.layers, inputs.shape[1], self.config.hidden)
-        pieces = []
-        for piece in zip(inputs.split(self.config.chunk_length), targets.split(self.config.chunk_length), strict=True):
+        pieces, length = [], EVALUATED_AT_ONCE[self._device.type] // inputs.shape[1]
+        for piece in zip(inputs.split(length), targets.split(length), strict=True):
             losses, carry = self._losses(parameters, carry, *piece)
             pieces.append(losses)
         return torch.cat(pieces)

@@ -1,0 +1,138 @@
+"""Training steps: gradients of all workers, their mean, one step of the optimiser, block after block.
+
+`Steps` runs anywhere. `CapturedSteps` does the same on a GPU without Python: a step is captured once as a CUDA graph
+that finds its data by a counter on the device, and is then replayed. Small models would otherwise wait for launches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .clock import Clock
+from .compiled import Compiled, captured
+from .gradients import GradientFunction
+from .optimisers import Optimiser
+from .tasks.base import Task
+from .workers import WorkerGroup
+
+
+class Steps:
+    """`parameters`, the workers' carry and the optimiser's state move along as blocks of steps are run."""
+
+    def __init__(
+        self, task: Task, gradients: Compiled, optimiser: Optimiser, group: WorkerGroup, parameters: Tensor
+    ) -> None:
+        self.task, self.gradients, self.optimiser, self.group = task, gradients, optimiser, group
+        self.parameters = parameters
+        self.carry = task.first_carry(group.local_workers)
+
+    def start_epoch(self) -> None:
+        self.carry = self.task.first_carry(self.group.local_workers)
+
+    def load(self, parameters: Tensor, optimiser_state: list[Tensor]) -> None:
+        """Go on from these instead."""
+        self.parameters, self.optimiser.state = parameters, optimiser_state
+
+    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
+        """Steps of equal shape: visits [local workers, steps, microbatch], indices of units.
+
+        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, and the
+        losses [local workers, steps].
+        """
+        stacked = visits.transpose(0, 1).contiguous()
+        batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
+        compute = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
+        seen, losses = [], []
+        clock.lap("data")
+        for batch in batches:
+            unit_gradients, worker_means, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
+            clock.lap("gradients")
+            mean = self.group.gather(worker_means).mean(0)
+            clock.lap("communication")
+            self.parameters = self.optimiser.step(self.parameters, mean)
+            seen.append(unit_gradients)
+            losses.append(worker_losses)
+            clock.lap("optimiser")
+        return torch.cat(seen, dim=1) if seen[0].numel() else seen[0], torch.stack(losses, dim=1)
+
+
+class CapturedSteps(Steps):
+    """For one process on a GPU. Captured tensors keep their addresses: everything here is changed in place.
+
+    What `run` returns is overwritten by the next call.
+    """
+
+    def __init__(self, *parts, block_steps: int, per_unit: bool) -> None:
+        super().__init__(*parts)
+        self.per_unit, self.block_steps = per_unit, block_steps
+        self.parameters = self.parameters.clone()
+        self.carry = [state.clone() for state in self.carry]
+        self.optimiser.state = [state.clone() for state in self.optimiser.state]
+        self._captured: dict[int, _Block] = {}  # by microbatch: the last step of an epoch may be shorter
+
+    def start_epoch(self) -> None:
+        _overwrite(self.carry, self.task.first_carry(self.group.local_workers))
+
+    def load(self, parameters: Tensor, optimiser_state: list[Tensor]) -> None:
+        _overwrite(self._state(), [parameters, *self.carry, *optimiser_state])
+
+    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
+        microbatch = visits.shape[2]
+        if microbatch not in self._captured:
+            before = [state.clone() for state in self._state()]
+            self._captured[microbatch] = _Block(self, visits[:, 0])
+            _overwrite(self._state(), before)
+        block = self._captured[microbatch]
+        block.begin(visits.transpose(0, 1))
+        clock.lap("data")
+        for _ in range(visits.shape[1]):
+            block.replay()
+        clock.lap("gradients")
+        return block.results(visits.shape[1])
+
+    def _state(self) -> list[Tensor]:
+        return [self.parameters, *self.carry, *self.optimiser.state]
+
+
+class _Block:
+    """One step and the buffers it reads and writes."""
+
+    def __init__(self, steps: CapturedSteps, sample: Tensor) -> None:
+        device, (workers, microbatch) = sample.device, sample.shape
+        self._steps = steps
+        self.visits = sample.expand(steps.block_steps, workers, microbatch).clone()
+        self.step = torch.zeros(1, dtype=torch.long, device=device)
+        dim, dtype = len(steps.parameters), steps.parameters.dtype
+        kept = steps.block_steps if steps.per_unit else 0
+        self.gradients = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
+        self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
+        self.replay = captured(self._one_step, device)
+
+    def _one_step(self) -> None:
+        steps = self._steps
+        batch = steps.task.fetch("train", self.visits.index_select(0, self.step)[0])
+        inputs = (steps.parameters, *steps.carry, *batch)
+        compute: GradientFunction = steps.gradients.for_inputs(*inputs)
+        unit_gradients, worker_means, worker_losses, *carry = compute(*inputs)
+        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, worker_means.mean(0))
+        if steps.per_unit:
+            self.gradients.index_copy_(0, self.step, unit_gradients[None])
+        self.losses.index_copy_(0, self.step, worker_losses[None].to(self.losses.dtype))
+        _overwrite(steps._state(), [parameters, *carry, *optimiser_state])
+        self.step.copy_((self.step + 1) % steps.block_steps)
+
+    def begin(self, visits: Tensor) -> None:
+        """visits [steps, workers, microbatch]"""
+        self.visits[: len(visits)].copy_(visits)
+        self.step.zero_()
+
+    def results(self, steps: int) -> tuple[Tensor, Tensor]:
+        if not self._steps.per_unit:
+            return self.gradients.flatten(), self.losses[:steps].T
+        return self.gradients[:steps].transpose(0, 1).flatten(1, 2), self.losses[:steps].T
+
+
+def _overwrite(targets: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)

@@ -1,0 +1,86 @@
+"""Captured steps against plain ones: on a CPU the same code without the capture, on a GPU the real thing."""
+
+import pytest
+import torch
+
+from cdgrab.clock import Clock
+from cdgrab.config import compose
+from cdgrab.runlog import read_metrics
+from cdgrab.steps import CapturedSteps, Steps
+from cdgrab.tasks import make_task
+from cdgrab.train import Trainer
+from cdgrab.workers import WorkerGroup
+from experiments import train
+
+TASKS = {
+    "lr_hmda": ["task=lr_hmda", "workers=4"],  # several units a step
+    "mlp_m4": ["task=mlp_m4", "workers=8", "task.batch=8", "task.dtype=float64"],
+    "lstm_wiki2": ["task=lstm_wiki2", "workers=2", "task.dtype=float64"],  # carries, backward passes, clipping
+    "cifar10": ["task=cifar10", "workers=4", "task.batch=16", "task.dtype=float64"],
+}
+
+
+def both(overrides, device, block_steps):
+    """Plain and captured steps of the same run, from the same start."""
+    run = compose(["data=embedded", "size=smoke", *overrides])
+    made = []
+    for kind in (Steps, CapturedSteps):
+        task = make_task(run.config, run.source, device)
+        trainer = Trainer(run, task, WorkerGroup(run.config.workers), device)
+        parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.group, trainer.loop.parameters)
+        options = {"block_steps": block_steps, "per_unit": trainer.per_unit} if kind is CapturedSteps else {}
+        made.append(kind(*parts, **options))
+    return trainer, *made
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("sorter", ["cd_grab", "d_rr"])
+@pytest.mark.parametrize("task", TASKS)
+def test_captured_steps_equal_plain_ones(task, sorter, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    device = torch.device(device)
+    trainer, plain, captured = both([*TASKS[task], f"sorter={sorter}"], device, block_steps=3)
+    microbatch = trainer.microbatch
+    with torch.no_grad():
+        # full blocks, a shorter one, a shorter last step, and a second epoch that starts from a fresh carry
+        blocks = [(0, 3, microbatch), (3, 5, microbatch), (5, 6, max(1, microbatch - 1)), None, (1, 4, microbatch)]
+        for block in blocks:
+            if block is None:
+                plain.start_epoch()
+                captured.start_epoch()
+                continue
+            start, end, units = block
+            visits = trainer.owned[:, start * units : end * units].view(len(trainer.owned), -1, units)
+            seen = [[part.clone() for part in steps.run(visits, Clock())] for steps in (plain, captured)]
+            for one, other in zip(*seen, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+                assert one.numel() == 0 or one.abs().max() > 0
+            torch.testing.assert_close(captured.parameters, plain.parameters, rtol=1e-9, atol=1e-11)
+    for one, other in zip(plain.optimiser.state, captured.optimiser.state, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
+
+
+def test_captured_steps_go_on_from_what_is_loaded():
+    trainer, plain, captured = both(TASKS["lr_hmda"], torch.device("cpu"), block_steps=4)
+    visits = trainer.owned[:, :16].view(4, 4, 4)
+    with torch.no_grad():
+        captured.run(visits, Clock())
+        start = torch.randn_like(plain.parameters)
+        for steps in (plain, captured):
+            steps.load(start.clone(), [torch.zeros_like(state) for state in steps.optimiser.state])
+            steps.run(visits, Clock())
+    torch.testing.assert_close(captured.parameters, plain.parameters, rtol=0, atol=1e-14)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_on_a_gpu_gives_the_metrics_and_orders_of_a_cpu(task, tmp_path):
+    overrides = [*TASKS[task], "data=embedded", "size=smoke", "epochs=2"]
+    metrics = []
+    for device in ("cpu", "cuda"):
+        assert train.main([*overrides, f"device={device}", f"run_dir={tmp_path / device}"]) == 0
+        metrics.append(read_metrics(tmp_path / device / "metrics.jsonl"))
+    for on_cpu, on_gpu in zip(*metrics, strict=True):
+        assert on_gpu["order_hash"] == on_cpu["order_hash"]
+        assert on_gpu["train_loss"] == pytest.approx(on_cpu["train_loss"], rel=1e-7)
