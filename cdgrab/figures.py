@@ -135,7 +135,11 @@ def _converged(group: Group, metric: str, experiment: str) -> list[float]:
     def later(x: pd.Series, values: pd.Series) -> list[float]:
         return values[x > (x.max() / 10 if x.max() >= 10 else 0)].dropna().tolist()
 
-    shown = later(group.metrics["epoch"], group.metrics[metric]) if metric in group.metrics else []
+    shown = []
+    for curve in (group.curve(sorter, metric).reset_index() for sorter in group.sorters):
+        shown += later(curve["epoch"], curve["mean"] - curve["std"]) + later(
+            curve["epoch"], curve["mean"] + curve["std"]
+        )
     if group.like_the_paper:
         for curve in published(experiment, metric, column=group.column).values():
             shown += later(curve["x"], curve["mean"])

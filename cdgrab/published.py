@@ -85,7 +85,7 @@ def published(
         for series, rows in table[table["panel"] == panel].groupby("series"):
             x = rows["x"] + (0.5 if source.paired and axis == "epoch" else 0.0)
             curves.setdefault(series, rows[["mean", "low", "high"]].assign(x=x).reset_index(drop=True))
-    return curves
+    return dict(sorted(curves.items()))
 
 
 def published_metrics(experiment: str) -> tuple[str, ...]:
