@@ -27,10 +27,24 @@ def test_every_sorter_config_builds_and_shows_all_options(sorter):
     assert set(config.sorter) - {"name"} == set(sorter_options(sorter))
 
 
+RUNS_OF_ANOTHER = {"fig9_cifar10_herding": "fig4_cifar10_workers"}
+
+
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_every_experiment_composes(experiment):
     run = compose([f"experiment={experiment}", "data=embedded"])
-    assert run.config.name == experiment and experiment in run.directory.parts
+    name = RUNS_OF_ANOTHER.get(experiment, experiment)
+    assert run.config.name == name and name in run.directory.parts
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_sweep_of_an_experiment_names_settings_that_exist(experiment):
+    config = compose([f"experiment={experiment}", "data=embedded"]).config
+    assert set(config.sweeps) == set(config.seeds) == {"smoke", "quick", "paper"} and config.sweeps.paper
+    for size, sweeps in config.sweeps.items():
+        for sweep in filter(None, sweeps):
+            first = [f"{key}={str(values).partition(',')[0]}" for key, values in sweep.items()]
+            compose([f"experiment={experiment}", "data=embedded", f"size={size}", *first])
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

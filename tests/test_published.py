@@ -1,0 +1,103 @@
+"""The paper's curves: every number is the file's, and the finals are those of the summary made from the same files."""
+
+import pandas as pd
+import pytest
+
+from cdgrab.config import choices
+from cdgrab.published import PAPER, PUBLISHED, SORTERS, published, published_metrics
+from cdgrab.sorters import SORTERS as OUR_SORTERS
+
+
+def rows_of(file, **where):
+    table = pd.read_csv(PAPER / f"{file}.csv")
+    for column, value in where.items():
+        table = table[table[column] == value]
+    return table.dropna(subset="mean")
+
+
+# experiment, metric, axis, column; file, what selects the panel in it, where its points lie
+CASES = [
+    ("fig3b_lstm_wiki2", "train_loss", "epoch", None, "fig3", dict(metric="train_loss", axis="epoch"), 0),
+    ("fig3b_lstm_wiki2", "test_ppl_authors", "seconds", None, "fig3", dict(metric="test_ppl", axis="seconds"), 0),
+    ("fig3c_mlp_m4", "test_smape", "epoch", None, "fig3", dict(metric="test_smape", axis="epoch"), 0),
+    ("fig3c_mlp_m4_4workers", "train_loss", "epoch", None, "mlp_m4_epoch", dict(panel="train_loss"), 0),
+    ("fig3c_mlp_m4_4workers", "test_smape", "seconds", None, "mlp_m4_seconds", dict(panel="test_smape"), 0),
+    ("fig4_cifar10_workers", "train_loss", "epoch", 64, "lenet_workers", dict(panel="workers=64/train_loss"), 0),
+    ("fig4_cifar10_workers", "test_accuracy", "epoch", 4, "lenet_workers", dict(panel="workers=4/test_acc"), 0),
+    ("fig9_cifar10_herding", "herding_per_vector", "epoch", 16, "lenet_herding", dict(panel="workers=16"), 0.5),
+    ("fig12_cifar10_lr", "test_accuracy", "epoch", 0.0005, "lenet_lr", dict(panel="lr=5e-4/test_acc"), 0),
+    ("fig12_cifar10_lr", "train_loss", "epoch", 0.01, "lenet_lr", dict(panel="lr=1e-2/train_loss"), 0),
+    ("fig11_gpt2_wiki103", "val_ppl_authors", "epoch", None, "gpt2_wiki103_epoch", dict(panel="test_ppl"), 0),
+    ("table1_glue", "val_accuracy_mm", "epoch", "MNLI", "table1_glue", dict(panel="MNLI-mm"), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("experiment", "metric", "axis", "column", "file", "where", "shift"), CASES)
+def test_curves_are_the_files_numbers(experiment, metric, axis, column, file, where, shift):
+    if file == "fig3":
+        file, where = "fig3_published", where | {"figure": experiment}
+    curves = published(experiment, metric, axis, column)
+    rows = rows_of(file.replace("lenet", "lenet_cifar10"), **where)
+    assert set(curves) == set(rows["series"]) >= {"CD-GraB", "D-RR"}
+    for series, curve in curves.items():
+        theirs = rows[rows["series"] == series]
+        assert curve["mean"].tolist() == theirs["mean"].tolist()
+        assert curve["x"].tolist() == (theirs["x"] + shift).tolist()
+        low, high = (
+            (theirs["min"], theirs["max"])
+            if "min" in theirs
+            else (theirs["mean"] - theirs["std"], theirs["mean"] + theirs["std"])
+        )
+        pd.testing.assert_series_equal(curve["low"], low.reset_index(drop=True), check_names=False)
+        pd.testing.assert_series_equal(curve["high"], high.reset_index(drop=True), check_names=False)
+
+
+SUMMARISED = {
+    "lr_hmda": ("fig3a_lr_hmda", {"train_loss": "train_loss", "test_acc": "test_accuracy"}),
+    "lstm_wiki2": ("fig3b_lstm_wiki2", {"train_loss": "train_loss", "test_ppl": "test_ppl_authors"}),
+    "mlp_m4": ("fig3c_mlp_m4_4workers", {"train_loss": "train_loss", "test_smape": "test_smape"}),
+    "gpt2_wiki103": ("fig11_gpt2_wiki103", {"train_loss": "train_loss", "test_ppl": "val_ppl_authors"}),
+    "lenet_cifar10_workers": ("fig4_cifar10_workers", {"train_loss": "train_loss", "test_acc": "test_accuracy"}),
+    "lenet_cifar10_lr": ("fig12_cifar10_lr", {"train_loss": "train_loss", "test_acc": "test_accuracy"}),
+    "lenet_cifar10_herding": ("fig9_cifar10_herding", {"": "herding_per_vector"}),
+}
+
+
+def test_finals_are_those_of_the_summary():
+    """An oracle of its own: summary.csv was computed when the figures were read."""
+    summary = pd.read_csv(PAPER / "summary.csv")
+    checked = 0
+    for row in summary.itertuples():
+        if row.task not in SUMMARISED:
+            continue
+        experiment, metrics = SUMMARISED[row.task]
+        setting, _, panel = row.panel.rpartition("/") if "/" in row.panel else ("", "", row.panel)
+        if "=" in panel:
+            setting, panel = panel, ""
+        value = setting.partition("=")[2]
+        column = (int(value) if value.isdecimal() else float(value)) if value else None
+        curve = published(experiment, metrics[panel], column=column)[row.series]
+        assert curve["mean"].iloc[-1] == pytest.approx(row.final, rel=2e-4), (row.task, row.panel, row.series)
+        shift = (
+            0.5 if row.task == "lenet_cifar10_herding" else 0.0
+        )  # the summary leaves these pairs at their first epoch
+        assert curve["x"].iloc[-1] == row.last_x + shift
+        checked += 1
+    assert checked == sum(summary["task"].isin(SUMMARISED)) > 70
+
+
+def test_what_was_not_published_is_empty():
+    assert published("fig0_nothing", "train_loss") == {}
+    assert published("fig3a_lr_hmda", "test_ppl") == {}
+    assert published("fig3b_lstm_wiki2", "test_ppl") == {}  # the published code computes something else
+    assert published("fig4_cifar10_workers", "train_loss", column=2) == {}
+    assert published("fig4_cifar10_workers", "train_loss", "seconds", column=4) == {}
+    assert published("fig9_cifar10_herding", "herding_per_step", column=4) == {}
+    assert published("fig12_cifar10_lr", "train_loss", column=0.002) == {}
+
+
+def test_the_table_names_experiments_metrics_and_sorters_that_exist():
+    later = {"fig11_gpt2_wiki103", "table1_glue"}
+    assert set(PUBLISHED) - later <= set(choices("experiment"))
+    assert set(SORTERS.values()) <= set(OUR_SORTERS)
+    assert published_metrics("fig3b_lstm_wiki2") == ("train_loss", "test_ppl_authors")

@@ -1,0 +1,87 @@
+"""Significance against tabulated values, and the table of all tasks against numbers computed by hand."""
+
+import math
+
+import pytest
+from made_up_runs import write_run
+
+from cdgrab import report
+from cdgrab.results import Group
+from cdgrab.significance import paired_p, t_two_sided
+
+# two-sided 5 %, 1 % and 0.1 % points of Student's t, from printed tables
+TABULATED = {
+    1: (12.7062, 63.6567, 636.6192),
+    2: (4.30265, 9.92484, 31.59905),
+    3: (3.18245, 5.84091, 12.92398),
+    4: (2.77645, 4.60409, 8.61030),
+    5: (2.57058, 4.03214, 6.86883),
+    9: (2.26216, 3.24984, 4.78091),
+    10: (2.22814, 3.16927, 4.58689),
+    30: (2.04227, 2.75000, 3.64596),
+    120: (1.97993, 2.61742, 3.37345),
+}
+
+
+@pytest.mark.parametrize(("freedom", "points"), TABULATED.items())
+def test_t_distribution_is_the_tabulated_one(freedom, points):
+    for t, p in zip(points, (0.05, 0.01, 0.001), strict=True):
+        assert t_two_sided(t, freedom) == pytest.approx(p, rel=2e-5)
+        assert t_two_sided(-t, freedom) == t_two_sided(t, freedom)
+    assert t_two_sided(0.0, freedom) == 1.0 and t_two_sided(math.inf, freedom) == 0.0
+
+
+def test_paired_p():
+    """Student's own data (1908): extra hours of sleep under two drugs, ten patients; t = 4.0621, p = 0.00283."""
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    assert paired_p([b - a for a, b in zip(first, second, strict=True)]) == pytest.approx(0.002833, abs=1e-6)
+    assert math.isnan(paired_p([1.0])) and paired_p([0.0, 0.0]) == 1.0 and paired_p([2.0, 2.0]) == 0.0
+
+
+def compared(tmp_path, experiment, folder="made-up", **settings):
+    """Three seeds; CD-GraB better by 1, 2 and 3."""
+    for seed in range(3):
+        perplexity = {name: {1: 100.0 - seed} for name in ("test_ppl", "test_ppl_authors")}
+        write_run(
+            tmp_path / experiment / folder, "cd_grab", "CD-GraB", seed, [4.0 - seed], metrics=perplexity, **settings
+        )
+        write_run(tmp_path / experiment / folder, "d_rr", "D-RR", seed, [5.0], metrics=perplexity, **settings)
+    return report.comparison(experiment, [Group(tmp_path / experiment / folder)])
+
+
+def test_the_table_of_all_tasks(tmp_path):
+    loss, accuracy = compared(tmp_path, "fig3a_lr_hmda")
+    assert loss == {
+        "task": "made_up, 4 workers",
+        "data": "made up",
+        "size": "paper",
+        "seeds": "3",
+        "metric": "full train loss",
+        "D-RR": "5.000000 ± 0.000000",
+        "CD-GraB": "3.000000 ± 0.816497",  # of 4, 3, 2
+        "CD-GraB − D-RR": "-2 ± 0.82",
+        "better on": "3 of 3 seeds",
+        "paired t-test": "p = 0.074",  # t = 2 / (1 / sqrt 3) = 3.464, two degrees of freedom: 1 - t / sqrt(2 + t²)
+        "the paper's difference": "-0.00179",  # 0.33545536 - 0.33724705
+    }
+    assert (accuracy["CD-GraB − D-RR"], accuracy["better on"]) == ("+0 ± 0", "0 of 3 seeds")
+    assert accuracy["the paper's difference"] == "+0.0922"  # 82.371071 - 82.278885
+
+
+@pytest.mark.parametrize(("own", "metric"), [(True, "test perplexity (published code's)"), (False, "test perplexity")])
+def test_perplexities_are_the_published_codes_beside_the_papers_data_only(tmp_path, own, metric):
+    row = compared(tmp_path, "fig3b_lstm_wiki2", papers_own=own)[1]
+    assert row["metric"] == metric
+    assert float(row["the paper's difference"]) == pytest.approx(223.537 - 231.922, abs=0.006)
+
+
+def test_columns_have_the_papers_difference_of_their_own(tmp_path):
+    for folder, workers, difference in (("x", 64, "-0.0545"), ("x,workers=4", 4, "-0.0424"), ("x,workers=2", 2, "–")):
+        row = compared(tmp_path, "fig4_cifar10_workers", folder, workers=workers, columns="workers")[0]
+        assert (row["task"], row["the paper's difference"]) == (f"made_up, {workers} workers", difference)
+
+
+def test_a_single_sorter_makes_no_row(tmp_path):
+    write_run(tmp_path / "fig3a_lr_hmda" / "half", "cd_grab", "CD-GraB", 0, [1.0])
+    assert report.comparison("fig3a_lr_hmda", [Group(tmp_path / "fig3a_lr_hmda" / "half")]) == []
