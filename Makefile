@@ -19,7 +19,7 @@ OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(i
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
-	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4"
+	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 gpt2-wiki103"
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 

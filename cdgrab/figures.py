@@ -28,6 +28,7 @@ AXIS_LABELS = {
     "test_accuracy": "test accuracy (%)",
     "test_loss": "test loss",
     "test_ppl": "test perplexity",
+    "val_ppl": "validation perplexity",
     "test_smape": "test SMAPE",
     "epoch": "epoch",
     "elapsed": "training time (s)",

@@ -19,7 +19,12 @@ from cdgrab.results import RESULTS, Group
 from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
-EXPERIMENTS = {"lr-hmda": ("fig3a_lr_hmda",), "lstm-wiki2": ("fig3b_lstm_wiki2",), "mlp-m4": ("fig3c_mlp_m4",)}
+EXPERIMENTS = {
+    "lr-hmda": ("fig3a_lr_hmda",),
+    "lstm-wiki2": ("fig3b_lstm_wiki2",),
+    "mlp-m4": ("fig3c_mlp_m4",),
+    "gpt2-wiki103": ("fig11_gpt2_wiki103",),
+}
 
 
 def main() -> int:
