@@ -15,12 +15,12 @@ DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VE
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
           $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(DATA),--data $(DATA))
 
-.PHONY: help setup test lint figures clean
+.PHONY: help setup test lint figures report clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
-	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 glue"
+	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10 gpt2-wiki103 glue; reproduce-all: all in turn"
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 
@@ -49,6 +49,9 @@ data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checke
 
 figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
 	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m scripts.notebook --in-place $$(basename $$notebook .ipynb); done
+
+report: $(READY) ## one table of all runs under results/runs: results/REPORT.md
+	@$(BIN)/python -m scripts.report
 
 clean: ## remove .venv and caches; results stay
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis; find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,6 +44,9 @@ DEPLOYMENT = {
     "task.dataset",
 }
 
+# Which runs make up an experiment and how they are drawn: says nothing about a single run.
+PLANS = ("task.presets.", "seeds.", "sweeps.", "columns")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -62,7 +65,7 @@ class Run:
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
-        kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(("task.presets.", "seeds."))}
+        kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         return kept | {"source": self.source.label}
 
 

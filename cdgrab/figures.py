@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .results import RESULTS, Group, published
+from .published import SORTERS, published
+from .results import RESULTS, Group, Sweep
 
 STYLE = str(Path(__file__).with_name("paper.mplstyle"))
 COLOURS = {
     "cd_grab": "#c4322b",
     "d_rr": "#3465a4",
+    "d_rr,shared=True": "#86a9d1",
     "id_grab_pair": "#e69f00",
     "id_grab_bal": "#009e73",
     "grab": "#009e73",
@@ -28,37 +32,61 @@ AXIS_LABELS = {
     "test_accuracy": "test accuracy (%)",
     "test_loss": "test loss",
     "test_ppl": "test perplexity",
+    "test_ppl_authors": "test perplexity (published code's)",
+    "val_ppl": "validation perplexity",
+    "val_ppl_authors": "validation perplexity (published code's)",
+    "val_loss": "validation loss",
+    "val_accuracy": "validation accuracy (%)",
+    "val_accuracy_mm": "mismatched validation accuracy (%)",
     "test_smape": "test SMAPE",
+    "herding_per_vector": "herding bound, per vector",
+    "herding_per_step": "herding bound, per step (eq. 8)",
     "epoch": "epoch",
     "elapsed": "training time (s)",
 }
+COLUMN_TITLES = {"workers": "{:g} workers", "task.lr": "lr {:g}"}
 
 
-def learning_curves(
-    group: Group, metrics: tuple[str, ...], title: str, figure_name: str, pair_offset: float = 0.0
-) -> Figure:
+def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """`metrics` against epochs (upper row) and seconds (lower row), mean ± std over seeds for every sorter.
 
-    The paper's curves are added (dashed) only when the data is the paper's own. `pair_offset` shifts them where the
-    paper's point at x stands for epochs x and x + 1.
+    The paper's curves are added (dashed) only when data and settings are the paper's.
     """
     with plt.style.context(STYLE):
-        figure, axes = plt.subplots(2, len(metrics), figsize=(4.6 * len(metrics), 5.6), squeeze=False)
-        for column, metric in enumerate(metrics):
-            for row, axis in enumerate(("epoch", "elapsed")):
-                panel = axes[row][column]
-                for sorter in group.sorters:
-                    _draw_ours(panel, group, sorter, metric, axis)
-                if group.papers_own_data:
-                    _draw_published(panel, figure_name, metric, axis, pair_offset)
-                _frame_converged_part(panel, group, metric, figure_name)
-                panel.set(xlabel=AXIS_LABELS[axis], ylabel=AXIS_LABELS[metric])
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.955), ncols=len(labels))
-        figure.suptitle(title, y=0.985, fontweight="bold")
-        figure.text(0.5, 0.005, group.caption(), ha="center", fontsize=6.5, color="0.35", wrap=True)
-        figure.tight_layout(rect=(0, 0.025, 1, 0.945))
+        figure, axes = plt.subplots(2, len(metrics), figsize=(4.6 * len(metrics), 5.8), squeeze=False)
+        for row, axis in zip(axes, ("epoch", "elapsed"), strict=True):
+            for panel, metric in zip(row, metrics, strict=True):
+                _draw_panel(panel, group, metric, axis, experiment)
+                _frame(panel, _converged(group, metric, experiment))
+        _finish(figure, title, group)
     return figure
+
+
+def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
+    """One column per value of the swept setting, one row per metric, against epochs.
+
+    Columns that differ in workers share their y axes: that is the comparison. Learning rates lead to other levels.
+    """
+    share = sweep.setting == "workers"
+    with plt.style.context(STYLE):
+        size = (max(2.5 * len(sweep.groups) + 0.7, 6.5), 2.2 * len(metrics) + 1.2)
+        figure, axes = plt.subplots(len(metrics), len(sweep.groups), figsize=size, squeeze=False)
+        for row, metric in zip(axes, metrics, strict=True):
+            shown = [_converged(group, metric, experiment) for group in sweep.groups]
+            for panel, group, own in zip(row, sweep.groups, shown, strict=True):
+                _draw_panel(panel, group, metric, "epoch", experiment)
+                _frame(panel, [value for values in shown for value in values] if share else own)
+                if share or panel.get_subplotspec().is_last_row():
+                    panel.label_outer()
+        for panel, group in zip(axes[0], sweep.groups, strict=True):
+            panel.set_title(column_title(group, sweep.setting))
+        _finish(figure, title, sweep)
+    return figure
+
+
+def column_title(group: Group, setting: str) -> str:
+    """64 workers; lr 0.001."""
+    return COLUMN_TITLES.get(setting, "{}").format(group.manifests[0]["science"][setting])
 
 
 def save(figure: Figure, name: str) -> list[Path]:
@@ -72,33 +100,66 @@ def save(figure: Figure, name: str) -> list[Path]:
     return paths
 
 
+def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: str) -> None:
+    for sorter in group.sorters:
+        _draw_ours(panel, group, sorter, metric, axis)
+    if group.like_the_paper:
+        _draw_published(panel, group, metric, axis, experiment)
+    panel.set(xlabel=AXIS_LABELS[axis], ylabel=AXIS_LABELS[metric])
+
+
 def _draw_ours(panel: Axes, group: Group, sorter: str, metric: str, axis: str) -> None:
     curve = group.curve(sorter, metric)
+    if curve.empty:  # a metric that these runs did not log
+        return
     x = curve.index if axis == "epoch" else curve["elapsed"]
-    colour = COLOURS.get(sorter.partition(",")[0])
+    colour = COLOURS.get(sorter) or COLOURS.get(sorter.partition(",")[0])
     (line,) = panel.plot(x, curve["mean"], color=colour, label=group.label(sorter))
     panel.fill_between(
         x, curve["mean"] - curve["std"], curve["mean"] + curve["std"], color=line.get_color(), alpha=0.18, lw=0
     )
 
 
-def _draw_published(panel: Axes, figure_name: str, metric: str, axis: str, pair_offset: float) -> None:
-    colours = {"CD-GraB": COLOURS["cd_grab"], "D-RR": COLOURS["d_rr"]}
-    for series, curve in published(figure_name, metric, "epoch" if axis == "epoch" else "seconds").items():
-        x = curve["x"] + (pair_offset if axis == "epoch" else 0.0)
-        panel.plot(x, curve["mean"], color=colours.get(series, "0.5"), ls=(0, (4, 2)), lw=1.1, label=f"{series}, paper")
-    if axis != "epoch":
+def _draw_published(panel: Axes, group: Group, metric: str, axis: str, experiment: str) -> None:
+    curves = published(experiment, metric, "epoch" if axis == "epoch" else "seconds", group.column)
+    for series, curve in curves.items():
+        colour = COLOURS[SORTERS[series]]
+        panel.plot(curve["x"], curve["mean"], color=colour, ls=(0, (4, 2)), lw=1.1, label=f"{series}, paper")
+    if axis != "epoch" and curves:
         panel.set_xscale("log")  # the paper's machine and ours are more than a factor of ten apart
 
 
-def _frame_converged_part(panel: Axes, group: Group, metric: str, figure_name: str) -> None:
-    """The first tenth of the epochs may be cut off: it would squeeze the differences that matter into a line."""
-    epochs = group.metrics["epoch"].max()
-    shown = [group.metrics[group.metrics["epoch"] > (epochs / 10 if epochs >= 10 else 0)][metric]]
-    if group.papers_own_data:
-        shown += [
-            curve["mean"][curve["x"] > curve["x"].max() / 10] for curve in published(figure_name, metric).values()
-        ]
-    low, high = min(values.min() for values in shown), max(values.max() for values in shown)
-    if high > low:
-        panel.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+def _converged(group: Group, metric: str, experiment: str) -> list[float]:
+    """What must be seen: the first tenth of the epochs would squeeze the differences that matter into a line."""
+
+    def later(x: pd.Series, values: pd.Series) -> list[float]:
+        return values[x > (x.max() / 10 if x.max() >= 10 else 0)].dropna().tolist()
+
+    shown = later(group.metrics["epoch"], group.metrics[metric]) if metric in group.metrics else []
+    if group.like_the_paper:
+        for curve in published(experiment, metric, column=group.column).values():
+            shown += later(curve["x"], curve["mean"])
+    return shown
+
+
+def _frame(panel: Axes, shown: list[float]) -> None:
+    if shown and max(shown) > min(shown):
+        margin = 0.06 * (max(shown) - min(shown))
+        panel.set_ylim(min(shown) - margin, max(shown) + margin)
+
+
+def _finish(figure: Figure, title: str, runs: Group | Sweep) -> None:
+    """Legend and title above the panels, caption below; sizes in inches, so that wide and tall figures look alike."""
+    width, height = figure.get_size_inches()
+    entries = {
+        label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    columns = max(1, min(len(entries), int(width / 1.5)))
+    rows = -(-len(entries) // columns)
+    title += " (embedded data)" * runs.manifests[0]["data"]["embedded"]
+    figure.suptitle(title, y=1 - 0.06 / height, fontweight="bold", va="top")
+    figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)
+    figure.text(
+        0.5, 0.03 / height, textwrap.fill(runs.caption(), int(width * 21)), ha="center", fontsize=6.5, color="0.35"
+    )
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - (0.34 + 0.2 * rows) / height))

@@ -1,8 +1,10 @@
-"""Reading results/: runs, grouped by experiment and data source, and the paper's published curves."""
+"""Reading results/runs: groups of runs of one experiment on one data source, and sweeps of such groups."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,8 @@ from .errors import CdgrabError
 from .runlog import read_manifest, read_metrics
 
 RESULTS = ROOT / "results"
+LABELS = {"riffle": "riffle (published code)", "d_rr,shared=True": "D-RR, shared order"}
+HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,18 @@ class Group:
     @property
     def name(self) -> str:
         """Used for files: fig3a_lr_hmda-NJ-2017."""
-        return f"{self.directory.parent.name}-{self.directory.name}"
+        return f"{self.directory.parent.name}-{self.source}"
+
+    @property
+    def source(self) -> str:
+        """Data source, size and changed settings, as the folder has it: NJ-2017,epochs=10."""
+        return self.directory.name
 
     @cached_property
     def manifests(self) -> list[dict]:
         """Of the finished runs, by sorter and seed."""
         found = [read_manifest(path.parent) | {"path": path.parent} for path in self.directory.glob("*/manifest.json")]
-        return sorted((m for m in found if m["status"] == "finished"), key=lambda m: (self._variant(m), m["seed"]))
+        return sorted((m for m in found if m["status"] == "finished"), key=lambda m: (_variant(m), m["seed"]))
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
@@ -40,77 +49,145 @@ class Group:
         for manifest in self.manifests:
             table = pd.DataFrame(read_metrics(manifest["path"] / "metrics.jsonl"))
             table["elapsed"] = table["seconds"].cumsum()
-            tables.append(table.assign(sorter=self._variant(manifest), seed=manifest["seed"]))
+            tables.append(table.assign(sorter=_variant(manifest), seed=manifest["seed"]))
         return pd.concat(tables, ignore_index=True)
 
     @property
     def sorters(self) -> list[str]:
-        return list(dict.fromkeys(self._variant(m) for m in self.manifests))
+        return list(dict.fromkeys(_variant(m) for m in self.manifests))
 
     def label(self, sorter: str) -> str:
-        manifest = next(m for m in self.manifests if self._variant(m) == sorter)
-        return manifest["sorter_label"] + sorter.removeprefix(manifest["sorter"]).replace(",", ", ")
+        manifest = next(m for m in self.manifests if _variant(m) == sorter)
+        plain = manifest["sorter_label"] + sorter.removeprefix(manifest["sorter"]).replace(",", ", ")
+        return LABELS.get(sorter, plain)
 
     def curve(self, sorter: str, metric: str) -> pd.DataFrame:
-        """Mean, std (over seeds, as numpy has it) and mean elapsed seconds by epoch."""
-        by_epoch = self.metrics[self.metrics["sorter"] == sorter].groupby("epoch")
+        """Mean, std (over seeds, as numpy has it) and mean elapsed seconds by epoch; only epochs with the metric."""
+        by_epoch = self._measured(sorter, metric).groupby("epoch")
         spread = by_epoch[metric].std(ddof=0)
         return pd.DataFrame({"mean": by_epoch[metric].mean(), "std": spread, "elapsed": by_epoch["elapsed"].mean()})
 
     def final(self, sorter: str, metric: str) -> pd.Series:
         """The last epoch's value of every seed."""
-        rows = self.metrics[self.metrics["sorter"] == sorter]
+        rows = self._measured(sorter, metric)
         return rows[rows["epoch"] == rows["epoch"].max()].set_index("seed")[metric].sort_index()
 
+    def best(self, sorter: str, metric: str) -> pd.Series:
+        """The highest value of every seed."""
+        return self._measured(sorter, metric).groupby("seed")[metric].max()
+
     @property
-    def papers_own_data(self) -> bool:
-        """All of the paper's data: a part of it (quick and smoke sizes) does not count."""
-        return all(m["data"]["papers_own"] and not m["science"].get("task.limit") for m in self.manifests)
+    def column(self) -> str | float | None:
+        """This group's value of that setting."""
+        return self.manifests[0]["science"].get(self.columns)
+
+    @property
+    def like_the_paper(self) -> bool:
+        """All of the paper's data, and its settings but perhaps fewer epochs: its curves may be drawn beside.
+
+        The folder's name tells which settings differ from the experiment's, which are the paper's.
+        """
+        changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
+        own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
+        return own and changed <= HARMLESS | {_short(self.columns)}
+
+    def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
+        """Beside the paper's curves, perplexities are those that the published code computes."""
+        return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
 
     def caption(self) -> str:
-        """Data source, settings, seeds and commit in one line."""
-        first = self.manifests[0]
-        seeds = {sorter: sum(self._variant(m) == sorter for m in self.manifests) for sorter in self.sorters}
-        count = (
-            str(min(seeds.values()))
-            if len(set(seeds.values())) == 1
-            else f"{min(seeds.values())}–{max(seeds.values())}"
-        )
-        commits = ", ".join(sorted({m["commit"] or "unknown" for m in self.manifests}))
-        config = first["science"]
-        size = first.get("size", "paper")
-        size = "" if size == "paper" else f", size {size}"
-        return (
-            f"{'EMBEDDED DATA: ' if first['data']['embedded'] else ''}{first['data']['description']}, "
-            f"{first['data']['rows']['all']:,} rows · {config['workers']} workers, batch {config['task.batch']}, "
-            f"lr {config['task.lr']:g}{size} · {count} seed{'s' * (count != '1')}, mean ± std · commit {commits}"
-        )
+        return caption(self.manifests)
 
-    @staticmethod
-    def _variant(manifest: dict) -> str:
-        return manifest["path"].name.rpartition("-s")[0]
+    @property
+    def columns(self) -> str:
+        """The setting whose values are the columns of this experiment's figure; empty: it has one column."""
+        return self.manifests[0].get("config", {}).get("columns") or ""
+
+    def _measured(self, sorter: str, metric: str) -> pd.DataFrame:
+        rows = self.metrics[self.metrics["sorter"] == sorter]
+        return rows.dropna(subset=metric) if metric in rows else rows.iloc[:0].assign(**{metric: 0.0})
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Groups that differ in one setting only: the columns of one figure."""
+
+    setting: str
+    source: str  # as of a group, without the setting
+    groups: tuple[Group, ...]  # by the setting's value
+
+    @property
+    def manifests(self) -> list[dict]:
+        return [manifest for group in self.groups for manifest in group.manifests]
+
+    def caption(self) -> str:
+        return caption(self.manifests)
 
 
 def groups(experiment: str) -> list[Group]:
     """All groups of an experiment that have finished runs; only the one named by CDGRAB_GROUP when that is set."""
     only = os.environ.get("CDGRAB_GROUP")
-    runs = RESULTS / "runs"
-    folders = [Path(only)] if only else sorted(runs.glob(f"*/{experiment}/*/"))
-    found = [group for group in map(Group, folders) if group.manifests]
+    return _finished(experiment, [Path(only)] if only else _folders(experiment))
+
+
+def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:
+    """Groups that agree in all but `setting` and log `metric`; only CDGRAB_GROUP's sweep when that is set."""
+    only = os.environ.get("CDGRAB_GROUP")
+    wanted = without(Path(only).name, setting) if only else None
+    sources: dict[str, list[Group]] = {}
+    for group in _finished(experiment, _folders(experiment), metric):
+        sources.setdefault(without(group.source, setting), []).append(group)
+    return [
+        Sweep(setting, source, tuple(sorted(members, key=lambda group: group.manifests[0]["science"][setting])))
+        for source, members in sources.items()
+        if wanted in (None, source)
+    ]
+
+
+def without(source: str, setting: str | None) -> str:
+    """A group's folder name without one of its changed settings."""
+    return re.sub(rf",{re.escape(_short(setting))}=[^,]*", "", source) if setting else source
+
+
+def caption(manifests: list[dict]) -> str:
+    """Data source, settings, seeds and commit in one line."""
+
+    def all_of(values: list) -> str:
+        return ", ".join(f"{value:g}" for value in sorted(set(values)))
+
+    data = manifests[0]["data"]
+    runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
+    count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
+    settings = [m["science"] for m in manifests]
+    sizes = sorted({m.get("size", "paper") for m in manifests} - {"paper"})
+    return (
+        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} rows · "
+        f"{all_of([s['workers'] for s in settings])} workers, batch {all_of([s['task.batch'] for s in settings])}, "
+        f"lr {all_of([s['task.lr'] for s in settings])}{''.join(f', size {size}' for size in sizes)} · "
+        f"{count} seed{'s' * (count != '1')}, mean ± std · "
+        f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
+    )
+
+
+def _variant(manifest: dict) -> str:
+    """The sorter and its changed options, as the run's folder has them."""
+    return manifest["path"].name.rpartition("-s")[0]
+
+
+def _short(setting: str) -> str:
+    """As folder names have it."""
+    return setting.removeprefix("task.")
+
+
+def _folders(experiment: str) -> list[Path]:
+    return sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
+
+
+def _finished(experiment: str, folders: list[Path], metric: str = "train_loss") -> list[Group]:
+    found = [group for group in map(Group, folders) if group.manifests and metric in group.metrics]
     if not found:
-        raise CdgrabError(f"no finished runs of {experiment} under {runs}; `make` lists the commands that make them")
+        what = "" if metric == "train_loss" else f" with {metric}"
+        raise CdgrabError(
+            f"no finished runs of {experiment}{what} under {RESULTS / 'runs'}; `make` lists the commands that make them"
+        )
     return found
-
-
-def published(figure: str, metric: str, axis: str = "epoch") -> dict[str, pd.DataFrame]:
-    """The paper's curves by series name: x (epoch or seconds), mean, std. Empty where nothing was published."""
-    paper = pd.read_csv(RESULTS / "paper" / "fig3_published.csv")
-    paper = paper[(paper["figure"] == figure) & (paper["metric"] == metric) & (paper["axis"] == axis)]
-    tables = [paper]
-    notebook = RESULTS / "paper" / f"{figure.partition('_')[2]}_{axis}.csv"
-    if notebook.exists():  # for series that the PDF's graphics did not give
-        table = pd.read_csv(notebook).dropna(subset="mean")
-        panel = {"test_accuracy": "test_acc"}.get(metric, metric)
-        tables.append(table[(table["panel"] == panel) & ~table["series"].isin(paper["series"])])
-    both = pd.concat(tables, ignore_index=True)
-    return {series: rows[["x", "mean", "std"]].reset_index(drop=True) for series, rows in both.groupby("series")}

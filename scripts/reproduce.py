@@ -1,7 +1,8 @@
-"""Reproduce one of the paper's experiments: all runs, then the figure, then a table.
+"""Reproduce the paper's experiments of one task, or of all: the runs, then the figures, then a table.
 
     python -m scripts.reproduce lr-hmda                          # `make reproduce-lr-hmda`
     python -m scripts.reproduce lr-hmda --seeds 2 --epochs 10 --nproc 4 --data embedded
+    python -m scripts.reproduce all --size smoke                 # ends with one table of all tasks
 
 Runs that are already complete are not repeated; interrupted ones go on. Task names are taken in any case.
 """
@@ -13,58 +14,117 @@ import os
 import subprocess
 import sys
 
-from cdgrab.config import ROOT, compose
+from omegaconf import DictConfig
+
+from cdgrab import report
+from cdgrab.config import ROOT, Run, compose
 from cdgrab.errors import CdgrabError
-from cdgrab.results import RESULTS, Group
+from cdgrab.results import RESULTS, Group, groups, sweeps, without
 from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
-EXPERIMENTS = {"lr-hmda": ("fig3a_lr_hmda",), "lstm-wiki2": ("fig3b_lstm_wiki2",), "mlp-m4": ("fig3c_mlp_m4",)}
+EXPERIMENTS = {
+    "lr-hmda": ("fig3a_lr_hmda",),
+    "lstm-wiki2": ("fig3b_lstm_wiki2",),
+    "mlp-m4": ("fig3c_mlp_m4", "fig3c_mlp_m4_4workers"),
+    "cifar10": ("fig4_cifar10_workers", "fig9_cifar10_herding", "fig12_cifar10_lr"),
+}
+REFUSED, DIVERGED = 2, 3
 
 
 def main() -> int:
     arguments = _parse()
     task = arguments.task.lower().replace("_", "-")
-    if task not in EXPERIMENTS:
-        print(f"error: unknown task {arguments.task!r}; the tasks are {', '.join(EXPERIMENTS)}", file=sys.stderr)
-        return 2
+    if task not in (*EXPERIMENTS, "all"):
+        names = ", ".join((*EXPERIMENTS, "all"))
+        print(f"error: unknown task {arguments.task!r}; the tasks are {names}", file=sys.stderr)
+        return REFUSED
     overrides = [
         f"{key}={getattr(arguments, key)}"
         for key in ("epochs", "workers", "nproc", "data", "size")
         if getattr(arguments, key)
     ]
+    if task == "all":
+        return reproduce_all(overrides, arguments.seeds)
+    return reproduce_task(task, overrides, arguments.seeds)
+
+
+def reproduce_all(overrides: list[str], seeds: int | None) -> int:
+    """Every task in turn, then one table of what came out. A task that fails is named; the others are not lost."""
+    rows, failed = [], {}
+    for task in EXPERIMENTS:
+        print(f"\n=== {task}", flush=True)
+        status = reproduce_task(task, overrides, seeds, rows)
+        if status >= 128:  # interrupted: the person wants it to end
+            return status
+        if status:
+            failed[task] = status
+    text = f"{report.HEADNOTE}\n\n{report.markdown(rows)}\n" if rows else "no task finished\n"
+    text += "".join(f"\nfailed: {task} (exit status {status})\n" for task, status in failed.items())
+    report.save(text, "all")
+    print(f"\n{text}\n{(RESULTS / 'figures' / 'all.md').relative_to(ROOT)}")
+    return next(iter(failed.values()), 0)
+
+
+def reproduce_task(task: str, overrides: list[str], seeds: int | None, rows: list[dict] | None = None) -> int:
+    """All experiments of a task; the exit status of the first that failed. `rows` collects the table of all tasks."""
+    statuses = []
     for experiment in EXPERIMENTS[task]:
         try:
-            status = reproduce(experiment, overrides, arguments.seeds)
-        except CdgrabError as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = 2
-        if status:
-            return status
-    return 0
+            statuses.append(reproduce(experiment, overrides, seeds, rows))
+        except (CdgrabError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            statuses.append(REFUSED)
+        if statuses[-1] not in (0, DIVERGED):
+            break
+    return next((status for status in statuses if status), 0)
 
 
-def reproduce(experiment: str, overrides: list[str], seeds: int | None) -> int:
-    """Runs, notebook and table of one experiment. Returns the exit status."""
+def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: list[dict] | None = None) -> int:
+    """Runs, notebook and table of one experiment. A diverged run is left out of the figure and reported at the end."""
     run = compose([f"experiment={experiment}", *overrides])
-    group = Group(run.directory.parent)
-    sweep = f"seed=range(0,{seeds or run.config.seeds[run.config.size]})"
-    command = [sys.executable, "-m", "experiments.launch", "-m", f"experiment={experiment}", *overrides, sweep]
-    status = subprocess.run(command, cwd=ROOT).returncode
-    if status:
+    config = run.config
+    if not config.sweeps[config.size]:
+        return 0  # nothing of this experiment at this size
+    status = _launch(experiment, config, overrides, seeds)
+    if status not in (0, DIVERGED):
         return status
-    os.environ["CDGRAB_GROUP"] = str(group.directory.resolve())
+    os.environ["CDGRAB_GROUP"] = str(run.directory.parent.resolve())
     notebook = execute(experiment)
+    name = f"{experiment}-{without(run.directory.parent.name, config.columns)}"
     print()
-    print((RESULTS / "figures" / f"{group.name}.md").read_text())
-    for path in (RESULTS / "figures" / f"{group.name}.png", notebook):
+    print((RESULTS / "figures" / f"{name}.md").read_text())
+    for path in (RESULTS / "figures" / f"{name}.png", notebook):
         print(path.relative_to(ROOT))
-    return 0
+    if rows is not None:
+        rows += report.comparison(experiment, _made(run))
+    return status
+
+
+def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: int | None) -> int:
+    """The sweeps of this size, one after the other; what was asked for on the command line wins."""
+    if config.name != experiment:
+        return 0  # drawn from the runs of another figure
+    status = 0
+    for sweep in config.sweeps[config.size]:
+        changes = [f"{key}={value}" for key, value in sweep.items()]
+        seed = f"seed=range(0,{seeds or config.seeds[config.size]})"
+        command = ["-m", "experiments.launch", "-m", f"experiment={experiment}", *changes, *overrides, seed]
+        done = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        if done not in (0, DIVERGED):
+            return done
+        status = status or done
+    return status
+
+
+def _made(run: Run) -> list[Group]:
+    name, columns = run.config.name, run.config.columns
+    return [group for sweep in sweeps(name, columns) for group in sweep.groups] if columns else groups(name)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", help=f"one of {', '.join(EXPERIMENTS)}")
+    parser.add_argument("task", help=f"one of {', '.join(EXPERIMENTS)}, or all")
     parser.add_argument("--seeds", type=_positive, help="how many seeds (default: the experiment's for the size)")
     parser.add_argument("--epochs", type=_positive, help="how many epochs (default: the paper's)")
     parser.add_argument("--workers", type=_positive, help="how many logical workers (default: the paper's)")

@@ -1,0 +1,30 @@
+"""One table of everything under results/runs, CD-GraB against D-RR: results/REPORT.md (`make report`)."""
+
+from __future__ import annotations
+
+import sys
+
+from cdgrab import report
+from cdgrab.published import PUBLISHED
+from cdgrab.results import RESULTS, Group
+
+
+def main() -> int:
+    rows = []
+    for experiment in PUBLISHED:
+        folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
+        found = [
+            group for group in map(Group, folders) if group.manifests and group.manifests[0].get("size") != "smoke"
+        ]
+        rows += report.comparison(experiment, found)
+    if not rows:
+        print(f"error: no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}", file=sys.stderr)
+        return 1
+    path = RESULTS / "REPORT.md"
+    path.write_text(f"# CD-GraB against D-RR\n\n{report.HEADNOTE}\n\n{report.markdown(rows)}\n")
+    print(path.read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
