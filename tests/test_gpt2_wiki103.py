@@ -1,13 +1,88 @@
 """GPT2-WikiText-103: the model against `transformers`, gradients and metrics against plain loops, and its text."""
 
+import hashlib
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
+from cdgrab.config import compose
+from cdgrab.data import bpe, text_blocks, wikitext
+from cdgrab.errors import CdgrabError
+from cdgrab.gradients import FlatParameters, gradient_function
+from cdgrab.tasks import make_task
+from cdgrab.tasks.gpt2_wiki103 import blocks_at_once, pretrained
 from cdgrab.tasks.tiny_gpt2 import TinyGpt2
+from experiments import train
+
+CONTEXT, VOCABULARY, NOVELS = 8, 300, 23
+TINY = [f"task.context={CONTEXT}", "task.width=12", f"task.vocabulary={VOCABULARY}", "task.limit=20"]
+
+real_data = pytest.mark.skipif(
+    not (os.environ.get("CDGRAB_DATA") and Path(os.environ["CDGRAB_DATA"], "gpt2").is_dir()),
+    reason="needs GPT-2's tokens: set CDGRAB_DATA (`make data-gpt2-wiki103`)",
+)
+real_novels = pytest.mark.skipif(
+    not (os.environ.get("CDGRAB_DATA") and Path(os.environ["CDGRAB_DATA"], "novels").is_dir()),
+    reason="needs a folder of novels in CDGRAB_DATA",
+)
+packaged_data = pytest.mark.skipif(
+    importlib.util.find_spec("gensim") is None, reason="needs the embedded Wikipedia articles: `make setup`"
+)
 
 
-def transformers_twin(model: TinyGpt2) -> GPT2LMHeadModel:
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A data folder with novels, as people have them: line ends and byte order marks of all kinds, empty lines."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "novels").mkdir()
+    for number in range(NOVELS):
+        lines = [" ".join(rng.choice(WORDS, rng.integers(1, 12))) for _ in range(12)]
+        lines[3:5] = ["", " \t"]
+        text = ("\r\n" if number % 2 else "\n").join(lines) + "\n" * (number % 3)
+        path = tmp_path / "novels" / f"Novel_{number:02}.txt"
+        path.write_bytes(text.encode("utf-8-sig" if number % 2 else "utf-8"))
+    return tmp_path
+
+
+WORDS = ["the", "a", "old", "sea", "house", "Émile", "—", "said", "“No,", "came;", "1851", "quickly", "under", "it's"]
+
+
+def tiny_task(root, *changes):
+    run = compose(["task=gpt2_wiki103", f"data_root={root}", *TINY, "task.dtype=float64", "run_dir=unused", *changes])
+    return make_task(run.config, run.source, torch.device("cpu"))
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def modules_of_both(model, twin):
+    body, other = model.body, twin.transformer
+    pairs = [(body.tokens, other.wte), (body.positions, other.wpe), (body.norm, other.ln_f)]
+    for mine, theirs in zip(body.blocks, other.h, strict=True):
+        pairs += [(mine.attention_norm, theirs.ln_1), (mine.attention.input, theirs.attn.c_attn)]
+        pairs += [(mine.attention.output, theirs.attn.c_proj), (mine.norm, theirs.ln_2)]
+        pairs += [(mine.expand, theirs.mlp.c_fc), (mine.contract, theirs.mlp.c_proj)]
+    return pairs
+
+
+def transposed(mine, theirs):
+    """Their linear layers, called Conv1D, keep their weights the other way round."""
+    return theirs.T if isinstance(mine, torch.nn.Linear) else theirs
+
+
+def transformers_twin(model):
     """`transformers`' GPT-2 with the same weights, in float64."""
     body = model.body
     config = GPT2Config(
@@ -20,18 +95,11 @@ def transformers_twin(model: TinyGpt2) -> GPT2LMHeadModel:
         attn_implementation="eager",
     )
     twin = GPT2LMHeadModel(config).double().eval()
-    pairs = [(body.tokens, twin.transformer.wte), (body.positions, twin.transformer.wpe)]
-    pairs.append((body.norm, twin.transformer.ln_f))
-    for mine, other in zip(body.blocks, twin.transformer.h, strict=True):
-        pairs += [(mine.attention_norm, other.ln_1), (mine.norm, other.ln_2), (mine.expand, other.mlp.c_fc)]
-        pairs += [(mine.contract, other.mlp.c_proj)]
-        pairs += [(mine.attention.input, other.attn.c_attn), (mine.attention.output, other.attn.c_proj)]
     with torch.no_grad():
-        for mine, other in pairs:
-            transposed = isinstance(mine, torch.nn.Linear)  # theirs are called Conv1D
-            other.weight.copy_(mine.weight.T if transposed else mine.weight)
+        for mine, theirs in modules_of_both(model, twin):
+            theirs.weight.copy_(transposed(mine, mine.weight))
             if hasattr(mine, "bias"):
-                other.bias.copy_(mine.bias)
+                theirs.bias.copy_(mine.bias)
     return twin
 
 
@@ -69,3 +137,268 @@ def test_model_has_the_papers_size_and_gpt2s_initialisation():
         assert deviation == pytest.approx(0.01 if residual else 0.02, rel=0.05), name
     vectors = {name: p for name, p in model.named_parameters() if p.dim() == 1}
     assert all((p == (1 if "norm.weight" in name else 0)).all() for name, p in vectors.items())
+
+
+# -- the task ---------------------------------------------------------------------------------------------------------
+
+
+def twin_loss(twin, block):
+    """As `transformers` has it, in float64: its own takes the scores to float32 first."""
+    return torch.nn.functional.cross_entropy(twin(block[None]).logits[0, :-1], block[1:])
+
+
+@pytest.mark.parametrize("how", ["vmap", "backward"])
+@pytest.mark.parametrize("per_worker", [1, 3])
+def test_unit_gradients_equal_a_one_by_one_loop_over_transformers(root, how, per_worker):
+    task = tiny_task(root)
+    twin = transformers_twin(perturbed(task.model))
+    flat = FlatParameters(task.model)
+    parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+    units = torch.randperm(task.train_units)[: 2 * per_worker].view(2, per_worker)
+    with torch.no_grad():
+        compute = gradient_function(task, flat, per_unit=True, how=how)
+        gradients, means, losses = compute(parameters, *task.fetch("train", units))
+    expected_losses = torch.empty(2, per_worker, dtype=torch.float64)
+    for worker, position in np.ndindex(2, per_worker):
+        (block,) = task.fetch("train", units[worker, position])
+        twin.zero_grad()
+        loss = twin_loss(twin, block)
+        loss.backward()
+        expected_losses[worker, position] = loss.item()
+        named = flat.unflatten(gradients[worker, position])
+        names = {module: name for name, module in task.model.named_modules()}
+        for mine, theirs in modules_of_both(task.model, twin):
+            weight = transposed(mine, theirs.weight.grad)
+            torch.testing.assert_close(named[f"{names[mine]}.weight"], weight, rtol=0, atol=1e-10)
+            if hasattr(mine, "bias"):
+                torch.testing.assert_close(named[f"{names[mine]}.bias"], theirs.bias.grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(losses, expected_losses.mean(1), rtol=0, atol=1e-10)
+    torch.testing.assert_close(means, gradients.mean(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks_at_once", [1, 4, 100])
+def test_evaluation_equals_a_plain_loop(root, blocks_at_once):
+    task = tiny_task(root)
+    task._evaluated_at_once = blocks_at_once
+    twin = transformers_twin(perturbed(task.model))
+    shares = {"train": torch.arange(task.train_units).tensor_split(3)}
+    shares["test"] = torch.arange(task.test_units).tensor_split(task.test_units + 2)  # two workers have no block
+    totals = {}
+    with torch.no_grad():
+        for split, parts in shares.items():
+            sums = [task.totals(split, dict(task.model.named_parameters()), part) for part in parts]
+            totals[split] = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
+        losses = {
+            split: [twin_loss(twin, block).item() for block in task.fetch(split, torch.arange(sum(map(len, parts))))[0]]
+            for split, parts in shares.items()
+        }
+    metrics = task.metrics(totals["train"], totals["test"])
+    assert metrics["train_loss"] == pytest.approx(np.mean(losses["train"]), rel=1e-10)
+    assert metrics["val_loss"] == pytest.approx(np.mean(losses["test"]), rel=1e-10)
+    assert metrics["val_ppl"] == pytest.approx(math.exp(np.mean(losses["test"])), rel=1e-10)
+    authors = math.exp(sum(losses["test"]) / (len(losses["test"]) - 1))
+    assert metrics["val_ppl_authors"] == pytest.approx(authors, rel=1e-10)
+    assert task.metrics({"loss": 1.0, "count": 1.0}, {"loss": 1e9, "count": 2.0})["val_ppl"] == math.inf
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cuda", 41), ("cpu", 2)])
+def test_scores_of_all_gpt2s_tokens_are_evaluated_in_pieces(device, blocks):
+    assert blocks_at_once(torch.device(device), 128, 50_257, torch.float32) == blocks
+    assert blocks_at_once(torch.device(device), 4096, 2**16, torch.float64) == 1
+
+
+@pytest.mark.parametrize("sorter", ["cd_grab", "d_rr"])
+def test_a_smoke_run_trains_and_leaves_a_model_behind(root, tmp_path, sorter, caplog):
+    settings = ["task=gpt2_wiki103", f"data_root={root}", "size=smoke", *TINY, f"sorter={sorter}", "task.lr=0.01"]
+    directory = tmp_path / "run"
+    assert train.main([*settings, "epochs=2", f"run_dir={directory}"]) == 0
+    assert "TorchScript" not in caplog.text  # the step is traced
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and lines[1]["train_loss"] < lines[0]["train_loss"] < math.log(VOCABULARY)
+    assert lines[1]["val_ppl"] < lines[1]["val_ppl_authors"]
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["sizes"]["units"] == 5 and manifest["data"]["rows"]["vocabulary"] == VOCABULARY
+    assert manifest["data"]["label"] == "novels" and not manifest["data"]["papers_own"]
+    assert "wiki" not in json.dumps(manifest["data"]).lower()
+
+    model, tokenizer = pretrained(directory, root=str(root))
+    task = tiny_task(root, "task.dtype=float32")
+    with torch.no_grad():
+        totals = task.totals("test", dict(model.named_parameters()), torch.arange(8))
+    assert float(totals["loss"] / 8) == pytest.approx(lines[1]["val_loss"], rel=1e-6)
+    assert tokenizer.decode(task.fetch("test", torch.tensor(0))[0].tolist())[:5] == first_line(root)[:5]
+    (root / "novels").rename(root / "other")
+    if wikitext_is_packaged():
+        with pytest.raises(CdgrabError, match="was trained on novels, but the text found here is embedded"):
+            pretrained(directory, root=str(root))
+    with pytest.raises(CdgrabError, match="holds no checkpoint of Tiny GPT-2"):
+        pretrained(tmp_path)
+
+
+def wikitext_is_packaged():
+    return importlib.util.find_spec("gensim") is not None
+
+
+def first_line(root):
+    return (root / "novels" / "Novel_00.txt").read_text("utf-8-sig").splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("task.context=1", "task.context must be a whole number of at least 2"),
+        ("task.vocabulary=100", "task.vocabulary must be a whole number of at least 256"),
+        ("task.vocabulary=100000", "task.vocabulary must be at most 65,536"),
+        ("task.vocabulary=5000", "fewer than task.vocabulary=5000"),
+        ("task.width=13", "cannot be split evenly over task.heads=2"),
+        ("task.truncate_lines=0", "task.truncate_lines must be a whole number of at least 1"),
+        ("task.valid_limit=true", "task.valid_limit must be a whole number"),
+        ("task.context=5000", "the train part is too short for one block"),
+    ],
+)
+def test_bad_settings_get_one_sentence(root, change, message):
+    with pytest.raises(CdgrabError, match=message):
+        tiny_task(root, change)
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------
+
+
+def naive_blocks(root, tokenizer, longest, context):
+    """Novel by novel, line by line, token by token."""
+    parts = {"train": [], "valid": []}
+    for number in range(NOVELS):
+        raw = (root / "novels" / f"Novel_{number:02}.txt").read_bytes().decode("utf-8-sig")
+        for line in raw.replace("\r\n", "\n").split("\n"):
+            if line.strip():
+                parts["valid" if number in (0, 20) else "train"] += tokenizer.encode(line + "\n").ids[:longest]
+    return {
+        part: [tokens[i : i + context] for i in range(0, len(tokens) - context + 1, context)]
+        for part, tokens in parts.items()
+    }
+
+
+@pytest.mark.parametrize("longest", [None, 3])
+@pytest.mark.parametrize("most", [(None, None), (7, 2)])
+def test_blocks_equal_a_naive_implementation(root, longest, most, monkeypatch):
+    monkeypatch.setattr(bpe, "LINES_AT_ONCE", 5)
+    source = text_blocks.locate(root=str(root))
+    tokenizer, _ = text_blocks.tokenizer(source, VOCABULARY)
+    expected = naive_blocks(root, tokenizer, longest, CONTEXT)
+    for _ in range(2):  # made, then from the cache
+        blocks, checksums = text_blocks.load(source, VOCABULARY, CONTEXT, longest, most)
+        assert blocks.train.tolist() == expected["train"][: most[0]]
+        assert blocks.valid.tolist() == expected["valid"][: most[1]]
+        assert blocks.vocabulary == VOCABULARY
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted_novels(root)]
+    assert checksums == {"novels": hashlib.sha256("".join(sums).encode()).hexdigest()}
+
+
+def sorted_novels(root):
+    return sorted((root / "novels").iterdir())
+
+
+def test_changed_text_is_read_anew(root):
+    source = text_blocks.locate(root=str(root))
+    before, _ = text_blocks.load(source, VOCABULARY, CONTEXT)
+    path = sorted_novels(root)[1]
+    path.write_text("Another beginning.\n" + path.read_text("utf-8-sig"))
+    after, _ = text_blocks.load(source, VOCABULARY, CONTEXT)
+    assert not np.array_equal(before.train[0], after.train[0])
+
+
+def test_trained_tokens_are_the_same_every_time_and_give_the_text_back(root):
+    lines = text_blocks._read_lines(text_blocks.locate(root=str(root)))["train"]
+    tokenizer = bpe.train(lines, VOCABULARY)
+    again = bpe.train(lines[::-1], VOCABULARY)
+    assert tokenizer.to_str() == again.to_str()
+    unseen = "Ünseen\ttext: 数 🙂  and the old sea\n"
+    for text in ("".join(lines), unseen):
+        tokens = bpe.encode(tokenizer, text.splitlines(keepends=True))
+        assert tokenizer.decode(tokens.tolist()) == text and tokens.max() < VOCABULARY
+
+
+def test_wikitext_comes_before_novels_and_neither_is_called_the_other(root, monkeypatch):
+    monkeypatch.setattr(text_blocks, "VALID", None)
+    novels = text_blocks.locate(root=str(root))
+    assert novels.label == "novels" and novels.description == f"{NOVELS} novels" and not novels.papers_own
+    (root / "wikitext-103").mkdir()
+    (root / "wikitext-103" / "valid.tokens").write_text(" \n = Title = \n \n the valid part \n" * 9)
+    assert text_blocks.locate(root=str(root)) == novels  # without its training part it is of no use
+    (root / "wikitext-103" / "train.tokens").write_text(" \n = Title = \n \n the old sea \n" * 9)
+    source = text_blocks.locate(root=str(root))
+    assert source.label == source.description == "WikiText-103" and source.papers_own
+    blocks, checksums = text_blocks.load(source, 262, 4)
+    assert checksums.keys() == {"train.tokens", "valid.tokens"}
+    tokenizer, _ = text_blocks.tokenizer(source, 262)
+    assert tokenizer.decode(blocks.train.ravel().tolist()).startswith(" = Title = \n the old sea \n = Title")
+    assert tokenizer.decode(blocks.valid.ravel().tolist()).startswith(" = Title = \n the valid part \n = Title")
+
+
+def damage_wikitext(root):
+    (root / "wikitext-103").mkdir()
+    (root / "wikitext-103" / "train.tokens").write_text("text\n")
+    (root / "wikitext-103" / "valid.tokens").write_text("not the published file\n")
+
+
+def damage_gpt2(root):
+    (root / "gpt2").mkdir()
+    (root / "gpt2" / "vocab.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "vocabulary", "message"),
+    [
+        (lambda root: None, None, r"gpt2/vocab.json is missing; get it with `make data-gpt2-wiki103`"),
+        (damage_gpt2, None, r"gpt2/vocab.json is damaged: 2 bytes instead of 1,042,301"),
+        (damage_wikitext, 300, r"valid.tokens is damaged"),
+        (lambda root: sorted_novels(root)[5].write_bytes(b"\xff\xfe\x00"), 300, "Novel_05.txt cannot be read as UTF-8"),
+        (lambda root: [path.unlink() for path in sorted_novels(root)[1:]], 300, "at least two text files"),
+    ],
+)
+def test_missing_and_damaged_files_get_one_sentence(root, damage, vocabulary, message):
+    damage(root)
+    with pytest.raises(CdgrabError, match=message) as caught:
+        text_blocks.load(text_blocks.locate(root=str(root)), vocabulary, CONTEXT)
+    assert "\n" not in str(caught.value)
+
+
+@packaged_data
+def test_embedded_default_is_wikipedia_with_tokens_trained_on_it():
+    run = compose(["experiment=fig11_gpt2_wiki103", "data=embedded"])
+    assert run.source.label == "embedded" and run.source.embedded and not run.source.papers_own
+    blocks, _ = text_blocks.load(run.source, run.config.task.vocabulary, 64, most=(1600, None))
+    assert blocks.train.shape == (1600, 64) and len(blocks.valid) > 1000 and blocks.vocabulary == 1024
+    tokenizer, _ = text_blocks.tokenizer(run.source, 1024)
+    texts = [wikitext.strip_markup(markup) for markup in wikitext.articles(run.source.files[0])]
+    assert run.source.description == f"{len(texts)} articles of Wikipedia (gensim)"
+    for tokens, text in ((blocks.train, texts[1]), (blocks.valid, texts[0])):
+        start = tokenizer.decode(tokens[:3].ravel().tolist())
+        assert text.startswith(start[:-1]) and len(start) > 200
+    with pytest.raises(CdgrabError, match="GPT-2's own tokens are not embedded"):
+        text_blocks.tokenizer(run.source, None)
+
+
+@real_data
+def test_gpt2s_tokens_equal_transformers():
+    folder = Path(os.environ["CDGRAB_DATA"], "gpt2")
+    tokenizer, checksums = bpe.read_gpt2(folder, "")
+    oracle = GPT2Tokenizer(*(str(folder / name) for name in checksums))
+    assert tokenizer.get_vocab_size() == len(oracle) == 50_257
+    text = Path(wikitext.__file__).read_text() + "Émile’s 1,851 ½ naïve cafés —  don't   stop\n\n数 🙂\n = Title = \n"
+    lines = text.splitlines(keepends=True)
+    expected = [token for line in lines for token in oracle(line)["input_ids"]]
+    assert bpe.encode(tokenizer, lines).tolist() == expected and len(expected) > 1000
+
+
+@real_data
+@real_novels
+def test_real_novels_with_gpt2s_tokens_have_the_papers_model():
+    run = compose(["experiment=fig11_gpt2_wiki103", "size=paper", "task.limit=256", "task.valid_limit=8"])
+    if run.source.label != "novels":
+        pytest.skip("WikiText-103 itself is there")
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    assert FlatParameters(task.model).dim == 6_846_080
+    assert (task.train_units, task.test_units, task.units_per_step(64)) == (256, 8, 1)
+    assert task.partition(64, torch.arange(256)).shape == (64, 4)
+    assert run.source.checksums.keys() == {"novels", "vocab.json", "merges.txt"}

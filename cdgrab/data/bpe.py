@@ -20,7 +20,7 @@ PUBLISHED = {  # the same bytes as encoder.json and vocab.bpe of the GPT-2 relea
 }
 BYTES = 256  # tokens of one byte: with all of them, every text can be written and read back
 MOST = 2**16  # token numbers are kept in two bytes
-LINES_AT_ONCE = 10_000
+LINES_AT_ONCE = 2000
 
 
 def read_gpt2(folder: Path, how_to_get: str) -> tuple[Tokenizer, dict[str, str]]:
@@ -45,16 +45,21 @@ def train(lines: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, lines: list[str], longest: int | None, what: str) -> np.ndarray:
-    """The tokens of all lines one after the other, uint16; at most the first `longest` of each line."""
-    parts = [np.empty(0, dtype=np.uint16)]
+def encode(
+    tokenizer: Tokenizer, lines: list[str], longest: int | None = None, most: int | None = None, what: str = "text"
+) -> np.ndarray:
+    """The tokens of all lines one after the other, uint16; of each line at most `longest`, of all at most `most`."""
+    parts, found = [np.empty(0, dtype=np.uint16)], 0
     with tqdm(total=len(lines), unit="line", desc=f"tokenising {what}", disable=not sys.stderr.isatty()) as bar:
         for start in range(0, len(lines), LINES_AT_ONCE):
             some = tokenizer.encode_batch_fast(lines[start : start + LINES_AT_ONCE])
             tokens = chain.from_iterable(line.ids[:longest] for line in some)
             parts.append(np.fromiter(tokens, dtype=np.uint16))
             bar.update(len(some))
-    return np.concatenate(parts)
+            found += len(parts[-1])
+            if most is not None and found >= most:
+                break
+    return np.concatenate(parts)[:most]
 
 
 def _byte_level(model: models.BPE) -> Tokenizer:

@@ -16,6 +16,7 @@ from .sources import Source, check_file, data_root, sha256
 
 GET = "get it with `make data-gpt2-wiki103`"
 VALID = (1142309, "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b")  # valid.tokens as published
+LEARNT_FROM = 10_000_000  # characters of the training text that tokens are trained on; more changes little
 HELD_OUT_EVERY = 20  # of novels (by file name) and articles (in file order) the 1st, 21st, 41st … are for validation
 
 
@@ -46,8 +47,14 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
     return Source("embedded", "106 articles of Wikipedia (gensim)", packaged, embedded=True)
 
 
-def load(source: Source, vocabulary: int | None, context: int, longest_line: int | None) -> tuple[Blocks, dict]:
-    """The blocks, and the files' checksums. `vocabulary` as for `tokenizer`.
+def load(
+    source: Source,
+    vocabulary: int | None,
+    context: int,
+    longest_line: int | None = None,
+    most: tuple[int | None, int | None] = (None, None),
+) -> tuple[Blocks, dict[str, str]]:
+    """The blocks, at most `most` of train and valid, and the files' checksums. `vocabulary` as for `tokenizer`.
 
     The tokens of all lines follow one another; what does not fill a block at the end of a part is dropped. Empty lines
     give no tokens (as in the `datasets` library's WikiText), and lines at most `longest_line`.
@@ -55,13 +62,15 @@ def load(source: Source, vocabulary: int | None, context: int, longest_line: int
     checksums, key = _identity(source)
     coder, coder_checksums = tokenizer(source, vocabulary)
 
+    most_tokens = {part: blocks and blocks * context for part, blocks in zip(("train", "valid"), most, strict=True)}
+
     def build() -> dict[str, np.ndarray]:
         return {
-            part: bpe.encode(coder, lines, longest_line, f"{source.label} ({part})")
+            part: bpe.encode(coder, lines, longest_line, most_tokens[part], f"{source.label} ({part})")
             for part, lines in _read_lines(source).items()
         }
 
-    settings = {"vocabulary": vocabulary, "longest_line": longest_line, **coder_checksums}
+    settings = {"vocabulary": vocabulary, "longest_line": longest_line, "most": most_tokens, **coder_checksums}
     parts = {part: pack(tokens, context) for part, tokens in cached("tokens", key | settings, build).items()}
     for part, blocks in parts.items():
         if not len(blocks):
@@ -70,14 +79,17 @@ def load(source: Source, vocabulary: int | None, context: int, longest_line: int
 
 
 def tokenizer(source: Source, vocabulary: int | None) -> tuple[Tokenizer, dict[str, str]]:
-    """`vocabulary` tokens trained on the source's training part; None: GPT-2's own, and their files' checksums."""
+    """`vocabulary` tokens trained on the source's training text; None: GPT-2's own, and their files' checksums."""
     if vocabulary is None:
         if source.embedded:
             raise CdgrabError("GPT-2's own tokens are not embedded: set task.vocabulary to a number of tokens to train")
         return bpe.read_gpt2(source.files[-1].parent, GET)
 
     def build() -> dict[str, np.ndarray]:
-        return {"tokenizer": np.array(bpe.train(_read_lines(source)["train"], vocabulary).to_str())}
+        lines = _read_lines(source)["train"]
+        ends = np.cumsum([len(line) for line in lines])
+        lines = lines[: 1 + np.searchsorted(ends, LEARNT_FROM)]
+        return {"tokenizer": np.array(bpe.train(lines, vocabulary).to_str())}
 
     stored = cached("tokenizer", _identity(source)[1] | {"vocabulary": vocabulary}, build)
     return Tokenizer.from_str(str(stored["tokenizer"])), {}

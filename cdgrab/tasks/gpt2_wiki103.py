@@ -17,7 +17,7 @@ from .. import checkpoint
 from ..data import bpe, text_blocks
 from ..data.sources import Source
 from ..errors import CdgrabError
-from .base import Task, add_totals, initialised
+from .base import DTYPES, Task, add_totals, initialised
 from .tiny_gpt2 import TinyGpt2
 
 SIZES = ("context", "width", "layers", "heads")
@@ -35,21 +35,22 @@ class Gpt2Wiki103(Task):
     def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
         _refuse_bad_settings(config)
         self.config, self.source = config, source
-        blocks, checksums = text_blocks.load(source, config.vocabulary, config.context, config.truncate_lines)
+        blocks, checksums = text_blocks.load(
+            source, config.vocabulary, config.context, config.truncate_lines, (config.limit, config.valid_limit)
+        )
         source.checksums.update(checksums)
-        parts = {"train": blocks.train[: config.limit], "test": blocks.valid[: config.valid_limit]}
+        parts = {"train": blocks.train, "test": blocks.valid}
         self._blocks = {split: torch.as_tensor(part, device=device, dtype=torch.int32) for split, part in parts.items()}
         self.train_units, self.test_units = len(parts["train"]), len(parts["test"])
         self.rows = {
             "all": blocks.train.size + blocks.valid.size,
             "vocabulary": blocks.vocabulary,
-            "train": parts["train"].size,
-            "valid": parts["test"].size,
+            "train": blocks.train.size,
+            "valid": blocks.valid.size,
         }
         sizes = {name: config[name] for name in SIZES}
         self.model = initialised(lambda: TinyGpt2(blocks.vocabulary, **sizes), seed, config.dtype, device)
-        bytes_per_block = config.context * blocks.vocabulary * next(self.model.parameters()).element_size()
-        self._evaluated_at_once = max(1, SCORE_BYTES[device.type] // bytes_per_block)
+        self._evaluated_at_once = blocks_at_once(device, config.context, blocks.vocabulary, DTYPES[config.dtype])
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         return (self._blocks[split][indices].long(),)
@@ -63,7 +64,7 @@ class Gpt2Wiki103(Task):
         return add_totals([self._totals(split, parameters, some) for some in units.split(self._evaluated_at_once)])
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
-        """`val_ppl_authors` is the published code's number: the sum of all blocks' losses over their number less one."""
+        """`val_ppl_authors` is the published code's: the sum of all blocks' losses divided by their number less one."""
         valid_loss = test["loss"] / test["count"]
         return {
             "train_loss": train["loss"] / train["count"],
@@ -77,6 +78,11 @@ class Gpt2Wiki103(Task):
             return {"loss": torch.zeros(()), "count": torch.zeros(())}
         mean = self.loss(parameters, (), *self.fetch(split, units))[0]
         return {"loss": mean.double() * len(units), "count": torch.tensor(len(units))}
+
+
+def blocks_at_once(device: torch.device, context: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """How many blocks' scores fit into SCORE_BYTES; at least one."""
+    return max(1, SCORE_BYTES[device.type] // (context * vocabulary * dtype.itemsize))
 
 
 def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> tuple[TinyGpt2, Tokenizer]:
