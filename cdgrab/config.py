@@ -42,7 +42,6 @@ DEPLOYMENT = {
     "sorter.exchange_mb",
     "task.device",
     "task.state",  # the data source that it leads to counts instead
-    "task.dataset",
 }
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.

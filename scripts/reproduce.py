@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from cdgrab import report
 from cdgrab.config import ROOT, Run, compose
+from cdgrab.data.glue import GET, missing_files
 from cdgrab.errors import CdgrabError
 from cdgrab.results import RESULTS, Group, groups, sweeps, without
 from scripts.notebook import execute
@@ -29,6 +30,7 @@ EXPERIMENTS = {
     "mlp-m4": ("fig3c_mlp_m4", "fig3c_mlp_m4_4workers"),
     "cifar10": ("fig4_cifar10_workers", "fig9_cifar10_herding", "fig12_cifar10_lr"),
     "gpt2-wiki103": ("fig11_gpt2_wiki103",),
+    "glue": ("table1_glue",),
 }
 REFUSED, DIVERGED = 2, 3
 
@@ -83,11 +85,13 @@ def reproduce_task(task: str, overrides: list[str], seeds: int | None, rows: lis
 
 def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: list[dict] | None = None) -> int:
     """Runs, notebook and table of one experiment. A diverged run is left out of the figure and reported at the end."""
-    run = compose([f"experiment={experiment}", *overrides])
+    datasets = _glue_datasets(overrides) if experiment == "table1_glue" else []
+    run = compose([f"experiment={experiment}", *overrides, *(f"task.dataset={name}" for name in datasets[:1])])
     config = run.config
     if not config.sweeps[config.size]:
         return 0  # nothing of this experiment at this size
-    status = _launch(experiment, config, overrides, seeds)
+    sweep = [f"task.dataset={','.join(datasets)}"] if datasets else []
+    status = _launch(experiment, config, [*overrides, *sweep], seeds)
     if status not in (0, DIVERGED):
         return status
     os.environ["CDGRAB_GROUP"] = str(run.directory.parent.resolve())
@@ -116,6 +120,18 @@ def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: in
             return done
         status = status or done
     return status
+
+
+def _glue_datasets(overrides: list[str]) -> list[str]:
+    """Those whose files are there; says which are not. None for the embedded sentences."""
+    if "data=embedded" in overrides:
+        return []
+    missing = missing_files()
+    there = [dataset for dataset, files in missing.items() if not files]
+    for dataset, files in missing.items():
+        if files and there:
+            print(f"skipped {dataset}: {', '.join(files)} not found; {GET}")
+    return there
 
 
 def _made(run: Run) -> list[Group]:

