@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer
 
 from ..errors import CdgrabError
@@ -61,7 +62,6 @@ def load(
     """
     checksums, key = _identity(source)
     coder, coder_checksums = tokenizer(source, vocabulary)
-
     most_tokens = {part: blocks and blocks * context for part, blocks in zip(("train", "valid"), most, strict=True)}
 
     def build() -> dict[str, np.ndarray]:
@@ -112,7 +112,8 @@ def _identity(source: Source) -> tuple[dict[str, str], dict]:
         novels = "".join(f"{sha256(path)}  {path.name}\n" for path in _novels(source.files[0]))
         checksums = {"novels": hashlib.sha256(novels.encode()).hexdigest()}  # of what sha256sum *.txt prints
     code = {module.__name__: sha256(Path(module.__file__)) for module in (bpe, wikitext)}
-    return checksums, {"text": checksums, "code": code | {__name__: sha256(Path(__file__))}}
+    code |= {__name__: sha256(Path(__file__)), "tokenizers": tokenizers.__version__}
+    return checksums, {"text": checksums, "code": code}
 
 
 def _read_lines(source: Source) -> dict[str, list[str]]:
