@@ -164,9 +164,16 @@ def caption(manifests: list[dict]) -> str:
         f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} rows · "
         f"{all_of([s['workers'] for s in settings])} workers, batch {all_of([s['task.batch'] for s in settings])}, "
         f"lr {all_of([s['task.lr'] for s in settings])}{''.join(f', size {size}' for size in sizes)} · "
-        f"{count} seed{'s' * (count != '1')}, mean ± std · "
+        f"{count} seed{'s' * (count != '1')}, mean ± std · {_machine(manifests)} · "
         f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
     )
+
+
+def _machine(manifests: list[dict]) -> str:
+    """What the times were measured on, and whether runs had to share it."""
+    devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
+    most = max(m.get("config", {}).get("jobs", 1) for m in manifests)
+    return ", ".join(devices) + (f", up to {most} runs at a time" if most > 1 else "")
 
 
 def _variant(manifest: dict) -> str:

@@ -52,7 +52,7 @@ def launch(overrides: list[str]) -> int:
     status = torchrun(["-m", "experiments.train", *overrides], processes)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
-        shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_"))}
+        shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
         print("  " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
     return status
 

@@ -69,7 +69,7 @@ def test_the_table_of_all_tasks(tmp_path):
     assert accuracy["the paper's difference"] == "+0.0922"  # 82.371071 - 82.278885
 
 
-@pytest.mark.parametrize(("own", "metric"), [(True, "test perplexity (published code's)"), (False, "test perplexity")])
+@pytest.mark.parametrize(("own", "metric"), [(True, "test perplexity, as published"), (False, "test perplexity")])
 def test_perplexities_are_the_published_codes_beside_the_papers_data_only(tmp_path, own, metric):
     row = compared(tmp_path, "fig3b_lstm_wiki2", papers_own=own)[1]
     assert row["metric"] == metric
