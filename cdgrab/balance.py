@@ -119,10 +119,9 @@ def reorder(order: Tensor, signs: Tensor) -> Tensor:
 
     order int64 [workers, units]; signs [workers, units], sign of the unit visited at each position.
     """
-    units = order.shape[1]
-    positions = torch.arange(units, device=order.device).expand_as(order)
-    rank = torch.where(signs > 0, positions, 2 * units - positions)  # −1 units after all others, last visited first
-    return order.gather(1, rank.argsort(dim=1))
+    plus = signs > 0
+    slots = torch.where(plus, plus.cumsum(1) - 1, order.shape[1] - (~plus).cumsum(1))  # from the left, from the right
+    return torch.empty_like(order).scatter_(1, slots, order)
 
 
 def reorder_pairs(order: Tensor, pair_signs: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
     after every single worker's vector (as the authors' LeNet figure does) instead of after every full step.
     Computed in float64 whatever the input.
     """
-    vectors = torch.as_tensor(vectors).detach()
-    if vectors.dim() != 3 or vectors.numel() == 0 or not torch.isfinite(vectors).all():
+    vectors = torch.as_tensor(vectors).detach().double()
+    mean = vectors.mean(dim=(0, 1)) if vectors.dim() == 3 and vectors.numel() else None
+    if mean is None or not torch.isfinite(mean).all():  # a finite mean has finite terms, and is cheaper to look at
         raise CdgrabError(
             f"vectors must be a finite, non-empty [workers, units, dim] tensor, got shape {tuple(vectors.shape)}"
         )
@@ -38,8 +39,7 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
         if not torch.equal(order.sort(dim=1).values, torch.arange(units, device=order.device).expand(workers, units)):
             raise CdgrabError(f"order must be a permutation of 0 … {units - 1} for every worker")
         vectors = vectors.gather(1, order[:, :, None].expand(workers, units, dim))
-    centred = vectors.double()
-    centred = centred - centred.mean(dim=(0, 1))
-    steps = centred.transpose(0, 1)  # [units, workers, dim]: position by position, workers in rank order
-    steps = steps.reshape(-1, dim) if per_vector else steps.sum(dim=1)
-    return float(steps.cumsum(0).abs().max())
+    if per_vector:  # as one worker that visits position by position, workers in rank order
+        vectors = vectors.transpose(0, 1).reshape(1, -1, dim)
+    steps = vectors.sum(dim=0) - len(vectors) * mean
+    return float(steps.T.contiguous().cumsum(1).abs().max())  # sums along memory: faster for long orders
