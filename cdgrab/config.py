@@ -25,7 +25,8 @@ from .workers import DEVICES
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 
-GROUPS = ("task", "sorter", "experiment")
+GROUPS = ("task", "sorter", "experiment", "study")
+PLURALS = {"study": "studies"}
 
 # Settings that say where and how a run is carried out, not what it computes.
 DEPLOYMENT = {
@@ -88,11 +89,11 @@ def compose(overrides: list[str]) -> Run:
 
     The task's presets for this size, and for embedded data or files, apply first; explicit overrides win.
     """
-    config = _compose(overrides)
+    config = compose_config(overrides)
     source = locate_data(config)
     presets = _presets(config, source)
     if presets:
-        config = _compose([*presets, *overrides])
+        config = compose_config([*presets, *overrides])
     OmegaConf.resolve(config)
     validate(config)
     return Run(config, source, _run_directory(config, source, overrides, presets))
@@ -132,12 +133,13 @@ def validate(config: DictConfig) -> None:
         )
 
 
-def _compose(overrides: list[str]) -> DictConfig:
+def compose_config(overrides: list[str], name: str = "config") -> DictConfig:
+    """configs/<name>.yaml with these Hydra overrides."""
     check_choices(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra_compose("config", overrides)
+            return hydra_compose(name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise CdgrabError("; ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
 
@@ -150,7 +152,8 @@ def check_choices(overrides: list[str]) -> None:
             raise CdgrabError(f"{override!r} is not a setting of the form key=value")
         unknown = [v for v in values.split(",") if key in GROUPS and v not in choices(key)]
         if unknown:
-            raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {key}s are {', '.join(choices(key))}")
+            plural = PLURALS.get(key, f"{key}s")
+            raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {plural} are {', '.join(choices(key))}")
 
 
 def _sizes(config: DictConfig, source: Source) -> DictConfig:
@@ -177,7 +180,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     if config.run_dir:
         return Path(config.run_dir)
     groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
-    plain = _compose([*presets, *groups])
+    plain = compose_config([*presets, *groups])
     OmegaConf.resolve(plain)
     before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}

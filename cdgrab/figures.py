@@ -58,7 +58,7 @@ def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experime
             for panel, metric in zip(row, metrics, strict=True):
                 _draw_panel(panel, group, metric, axis, experiment)
                 _frame(panel, _converged(group, metric, experiment))
-        _finish(figure, title, group)
+        _finish_runs(figure, title, group)
     return figure
 
 
@@ -80,7 +80,7 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
                     panel.label_outer()
         for panel, group in zip(axes[0], sweep.groups, strict=True):
             panel.set_title(column_title(group, sweep.setting))
-        _finish(figure, title, sweep)
+        _finish_runs(figure, title, sweep)
     return figure
 
 
@@ -152,18 +152,19 @@ def _frame(panel: Axes, shown: list[float]) -> None:
         panel.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
-def _finish(figure: Figure, title: str, runs: Group | Sweep) -> None:
+def finish(figure: Figure, title: str, caption: str) -> None:
     """Legend and title above the panels, caption below; sizes in inches, so that wide and tall figures look alike."""
     width, height = figure.get_size_inches()
     entries = {
         label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    columns = max(1, min(len(entries), int(width / 1.5)))
-    rows = -(-len(entries) // columns)
-    title += " (embedded data)" * runs.manifests[0]["data"]["embedded"]
+    rows = -(-len(entries) // max(1, int(width / 1.5)))
+    columns = -(-len(entries) // max(1, rows))  # rows of about equal length
     figure.text(0.5, 1 - 0.06 / height, title, ha="center", va="top", fontsize="large", fontweight="bold")
     figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)
-    figure.text(
-        0.5, 0.03 / height, textwrap.fill(runs.caption(), int(width * 21)), ha="center", fontsize=6.5, color="0.35"
-    )
+    figure.text(0.5, 0.03 / height, textwrap.fill(caption, int(width * 21)), ha="center", fontsize=6.5, color="0.35")
     figure.tight_layout(rect=(0, 0.2 / height, 1, 1 - (0.26 + 0.2 * rows) / height))
+
+
+def _finish_runs(figure: Figure, title: str, runs: Group | Sweep) -> None:
+    finish(figure, title + " (embedded data)" * runs.manifests[0]["data"]["embedded"], runs.caption())

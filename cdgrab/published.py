@@ -63,6 +63,7 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
     "fig11_gpt2_wiki103": (
         Curves("gpt2_wiki103_epoch", {"train_loss": "train_loss", "val_ppl_authors": "test_ppl"}, axes=("epoch",)),
     ),
+    "study_herding": (Curves("random_herding", {"bound": "{column}"}, axes=("epoch",)),),
     "table1_glue": (
         Curves("table1_glue", {"val_accuracy": "{column}", "val_accuracy_mm": "{column}-mm"}, axes=("epoch",)),
     ),

@@ -59,11 +59,9 @@ class RunLog:
             "sizes": sizes,
             "processes": world_size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "host": {"cpu": _cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
-            "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
-            "commit": git_commit(),
-            "started": before.get("started", _now()),
-            "resumed": [*before.get("resumed", []), _now()] if done else [],
+            **environment(),
+            "started": before.get("started", now()),
+            "resumed": [*before.get("resumed", []), now()] if done else [],
         }
         self._write_manifest()
 
@@ -71,16 +69,13 @@ class RunLog:
         """One finished epoch."""
         if not self.active:
             return
-        with open(self.metrics_path, "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.metrics_path, metrics)
         self._phases.append(metrics["phases"])
 
     def finish(self, status: str, reason: str | None = None) -> None:
         """status: finished, interrupted or diverged."""
         if self.active and self._manifest:
-            self._manifest |= {"status": status, "ended": _now()}
+            self._manifest |= {"status": status, "ended": now()}
             if reason:
                 self._manifest["reason"] = reason
             self._write_manifest()
@@ -91,8 +86,17 @@ class RunLog:
         mean = {name: round(sum(phases[name] for phases in self._phases) / epochs, 6) for name in names}
         training = sum(seconds for phase, seconds in mean.items() if phase != "evaluation")
         timing = {"seconds_per_epoch": round(training, 6), "phases": mean}
-        content = self._manifest | {"updated": _now(), "timing": timing}
+        content = self._manifest | {"updated": now(), "timing": timing}
         write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
+
+
+def environment() -> dict:
+    """What a result was made with: host, versions, commit."""
+    return {
+        "host": {"cpu": _cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
+        "commit": git_commit(),
+    }
 
 
 def read_manifest(directory: Path) -> dict:
@@ -117,6 +121,14 @@ def read_metrics(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def append_line(path: Path, content: dict) -> None:
+    """On the disk before this returns."""
+    with open(path, "a") as file:
+        file.write(json.dumps(content) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -164,5 +176,6 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, as manifests have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Are paired differences over seeds more than chance? Student's t, exact for whole degrees of freedom."""
+"""What is more than chance over seeds? Student's t, exact for whole degrees of freedom."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ def t_two_sided(t: float, freedom: int) -> float:
         term *= cosine**2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
     inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
     return max(0.0, 1.0 - inside)
+
+
+def t_quantile(freedom: int, confidence: float = 0.95) -> float:
+    """The t that |T| stays below with this probability, by bisection."""
+    low, high = 0.0, 1.0
+    while t_two_sided(high, freedom) > 1.0 - confidence:
+        high *= 2.0
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_two_sided(middle, freedom) > 1.0 - confidence else (low, middle)
+    return high
 
 
 def paired_p(differences: Sequence[float]) -> float:

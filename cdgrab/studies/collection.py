@@ -1,0 +1,65 @@
+"""Finished studies and what they say, all together: results/STUDIES.md."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from ..config import choices
+from ..errors import CdgrabError
+from ..results import RESULTS
+from ..runlog import read_manifest, write_atomically
+from .base import Study
+from .verdicts import verdict_table
+
+SIZES = ("paper", "quick", "smoke")  # by how much they say
+HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
+
+Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval over seeds is
+inside the threshold; **fails**: all of it is outside; **undecided**: anything else, or the measurement cannot decide
+(the note says why). `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
+"""
+
+
+def finished(name: str) -> list[Study]:
+    """The finished results of a study, the paper's size first; only those in the folder CDGRAB_STUDY when it is set."""
+    only = os.environ.get("CDGRAB_STUDY")
+    found = []
+    for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
+        manifest = read_manifest(folder)
+        if manifest.get("status") == "finished" and manifest["study"] == name:
+            found.append(Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder))
+    return sorted(found, key=lambda study: (SIZES.index(study.size), study.directory.name))
+
+
+def best(name: str) -> Study:
+    """The finished results that say most."""
+    found = finished(name)
+    if not found:
+        raise CdgrabError(f"no finished runs of study {name} under {RESULTS / 'studies'}; make study-{name} makes them")
+    return found[0]
+
+
+def summary(study: Study) -> str:
+    """The verdicts as a table, and what they were computed from."""
+    note = "; so small a size only shows that it runs" if study.size == "smoke" else ""
+    return f"{verdict_table(study.verdicts())}\n\n{study.caption()}{note}\n"
+
+
+def write_collection() -> Path:
+    """The verdicts of all finished studies, smoke sizes only where there is nothing better."""
+    pages = [HEADNOTE]
+    for name in choices("study"):
+        found = finished(name)
+        pages += [_section(study) for study in found if study.size != "smoke" or found[0].size == "smoke"]
+    path = RESULTS / "STUDIES.md"
+    write_atomically(path, "\n".join(pages))
+    return path
+
+
+def _section(study: Study) -> str:
+    figure = f"figures/{study.figure_name()}.png"
+    drawn = f"\n![{study.settings.title}]({figure})\n" if (RESULTS / figure).exists() else ""
+    return f"## {study.name}: {study.settings.title}\n\n{study.settings.question}\n\n{summary(study)}{drawn}"

@@ -1,0 +1,66 @@
+"""One study: its results, its notebook with the figures, its verdicts.
+
+    python -m experiments.study study=herding                       # `make study-herding`
+    python -m experiments.study study=rates size=paper study.seeds=5 # `make study-rates SIZE=paper SEEDS=5`
+
+Settings are Hydra overrides (key=value) of configs/study.yaml and configs/study/<name>.yaml: size=smoke|quick|paper,
+threads, study.seeds, study.<setting>. Results go to results/studies/<name>/<size>, the verdicts of all studies to
+results/STUDIES.md. What is complete is not computed again; an interrupted study goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from tqdm import tqdm
+
+from cdgrab.config import ROOT, choices, compose_config
+from cdgrab.errors import CdgrabError
+from cdgrab.results import RESULTS
+from cdgrab.sorters.base import count
+from cdgrab.studies.base import Part, carry_out, compose_study
+from cdgrab.studies.collection import summary, write_collection
+from scripts.notebook import execute
+
+REFUSED, INTERRUPTED = 2, 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused (one sentence on stderr), 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\nstudies: {', '.join(choices('study'))}")
+        return 0
+    try:
+        run(arguments)
+        return 0
+    except CdgrabError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror})", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on with what is missing", file=sys.stderr)
+        return INTERRUPTED
+    return REFUSED
+
+
+def run(overrides: list[str]) -> None:
+    study = compose_study(overrides)
+    torch.set_num_threads(count("threads", compose_config(overrides, "study").threads, 1))
+
+    def progress(parts: list[Part]) -> tqdm:
+        return tqdm(parts, desc=f"study {study.name}", unit="part")
+
+    carry_out(study, progress)
+    os.environ["CDGRAB_STUDY"] = str(study.directory.resolve())
+    notebook = execute(f"study_{study.name}")
+    del os.environ["CDGRAB_STUDY"]
+    print(f"\n{summary(study)}")
+    for path in (RESULTS / "figures" / f"{study.figure_name()}.png", notebook, write_collection()):
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
