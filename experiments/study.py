@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError
+from cdgrab.memory import keep_freed_memory
 from cdgrab.results import RESULTS
 from cdgrab.sorters.base import count
 from cdgrab.studies.base import Part, carry_out, compose_study
@@ -47,11 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(overrides: list[str]) -> None:
+    keep_freed_memory()
     study = compose_study(overrides)
     torch.set_num_threads(count("threads", compose_config(overrides, "study").threads, 1))
 
     def progress(parts: list[Part]) -> tqdm:
-        return tqdm(parts, desc=f"study {study.name}", unit="part")
+        seconds = 0.1 if sys.stderr.isatty() else 10  # a line now and then in a log
+        return tqdm(parts, desc=f"study {study.name}", unit="part", mininterval=seconds)
 
     carry_out(study, progress)
     os.environ["CDGRAB_STUDY"] = str(study.directory.resolve())

@@ -30,6 +30,8 @@ from ..runlog import append_line, environment, now, read_manifest, read_metrics,
 from ..sorters.base import count
 from .verdicts import Verdict
 
+NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
+
 
 @dataclass(frozen=True)
 class Part:
@@ -126,7 +128,7 @@ def significant(values: Iterable[float], digits: int = 8) -> list[float]:
 
 def _settings(overrides: list[str]) -> DictConfig:
     settings = OmegaConf.to_container(compose_config(overrides, "study").study, resolve=True)
-    return OmegaConf.create({key: value for key, value in settings.items() if key != "sizes"})
+    return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
 def _name(line: dict, parts: list[Part]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from ..config import choices
+from ..config import choices, compose_config
 from ..errors import CdgrabError
 from ..results import RESULTS
 from ..runlog import read_manifest, write_atomically
@@ -60,6 +60,6 @@ def write_collection() -> Path:
 
 
 def _section(study: Study) -> str:
-    figure = f"figures/{study.figure_name()}.png"
-    drawn = f"\n![{study.settings.title}]({figure})\n" if (RESULTS / figure).exists() else ""
-    return f"## {study.name}: {study.settings.title}\n\n{study.settings.question}\n\n{summary(study)}{drawn}"
+    about, figure = compose_config([f"study={study.name}"], "study").study, f"figures/{study.figure_name()}.png"
+    drawn = f"\n![{about.title}]({figure})\n" if (RESULTS / figure).exists() else ""
+    return f"## {study.name}: {about.title}\n\n{about.question}\n\n{summary(study)}{drawn}"

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..figures import COLOURS, STYLE, finish
 from ..report import markdown
@@ -59,6 +60,7 @@ def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
     for sorter, curve in published_bounds(workers, study.settings.vectors).items():
         panel.plot(curve["x"], curve["mean"], color=COLOURS[sorter], label=f"{label(sorter)}, paper", **PUBLISHED_STYLE)
     panel.set(title=f"{workers} workers", xlabel="reorder round", ylabel="herding bound", yscale="log")
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     plain_log_ticks(panel.yaxis)
 
 
