@@ -4,7 +4,7 @@
     python -m experiments.study study=rates size=paper study.seeds=5 # `make study-rates SIZE=paper SEEDS=5`
 
 Settings are Hydra overrides (key=value) of configs/study.yaml and configs/study/<name>.yaml: size=smoke|quick|paper,
-threads, study.seeds, study.<setting>. Results go to results/studies/<name>/<size>, the verdicts of all studies to
+study.seeds, study.<setting>. Results go to results/studies/<name>/<size>, the verdicts of all studies to
 results/STUDIES.md. What is complete is not computed again; an interrupted study goes on where it stopped.
 """
 
@@ -16,11 +16,10 @@ import sys
 import torch
 from tqdm import tqdm
 
-from cdgrab.config import ROOT, choices, compose_config
+from cdgrab.config import ROOT, choices
 from cdgrab.errors import CdgrabError
 from cdgrab.memory import keep_freed_memory
 from cdgrab.results import RESULTS
-from cdgrab.sorters.base import count
 from cdgrab.studies.base import Part, carry_out, compose_study
 from cdgrab.studies.collection import summary, write_collection
 from scripts.notebook import execute
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(overrides: list[str]) -> None:
     keep_freed_memory()
     study = compose_study(overrides)
-    torch.set_num_threads(count("threads", compose_config(overrides, "study").threads, 1))
+    torch.set_num_threads(1)  # the same sums on every machine
 
     def progress(parts: list[Part]) -> tqdm:
         seconds = 0.1 if sys.stderr.isatty() else 10  # a line now and then in a log

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import cache
 
 import nbformat
 import numpy as np
@@ -27,6 +28,11 @@ from cdgrab.studies.verdicts import Claim, Estimate, estimate, judge, power_expo
 from experiments.study import main
 
 REPLICATED = [name for name in cdgrab.SORTERS if name != "kh"]
+
+
+@cache
+def settings_of(name, size):
+    return compose_study([f"study={name}", f"size={size}"]).settings
 
 
 def read_lines(path):
@@ -199,9 +205,9 @@ def test_exponents_of_power_laws_are_found():
 
 
 def test_the_interval_covers_the_true_exponent_as_often_as_it_says():
-    exponents = power_exponents(power_law([-1.0] * 2000, noise=0.3), "x", "y").to_numpy().reshape(400, 5)
+    exponents = power_exponents(power_law([-1.0] * 1000, noise=0.3), "x", "y").to_numpy().reshape(200, 5)
     intervals = [estimate(some) for some in exponents]
-    assert np.mean([e.low <= -1.0 <= e.high for e in intervals]) == pytest.approx(0.95, abs=0.035)
+    assert np.mean([e.low <= -1.0 <= e.high for e in intervals]) == pytest.approx(0.95, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +261,7 @@ def made_up_herding(settings, factor, growth, scale=1.0):
 
 
 def test_verdicts_of_herding():
-    settings = compose_study(["study=herding", "size=paper"]).settings
+    settings = settings_of("herding", "paper")
     good = answers(herding.verdicts(made_up_herding(settings, 0.4, 0.5), settings))
     bad = answers(herding.verdicts(made_up_herding(settings, 0.6, 1.0), settings))
     for sorter in ("CD-GraB", "ID-GraB (Bal)", "ID-GraB (PairBal)", "GraB, one worker with all"):
@@ -268,9 +274,9 @@ def test_verdicts_of_herding():
     assert good["CD-GraB's floor does not grow with the workers"] == "holds"
 
 
-@pytest.mark.parametrize(("factor", "answer"), [(1.0, "holds"), (1.3, "fails"), (0.7, "fails")])
+@pytest.mark.parametrize(("factor", "answer"), [(1.0, "holds"), (1.3, "fails")])
 def test_floors_are_compared_with_the_papers(factor, answer):
-    settings = compose_study(["study=herding", "size=paper"]).settings
+    settings = settings_of("herding", "paper")
     rows = []
     for part in herding.parts(settings):
         workers = part.key["workers"]
@@ -292,7 +298,7 @@ def test_floors_are_compared_with_the_papers(factor, answer):
 
 
 def test_the_papers_floors_are_not_compared_with_other_numbers_of_vectors():
-    settings = compose_study(["study=herding", "size=quick"]).settings
+    settings = settings_of("herding", "quick")
     compared = [v for v in herding.verdicts(made_up_herding(settings, 0.4, 0.5), settings) if "published" in v.claim]
     assert {(v.answer, v.measured, v.note) for v in compared} == {
         ("undecided", "–", "nothing was published for 100,000 vectors")
@@ -321,7 +327,7 @@ THEORY = {name: (-1.0, -1.0, -2.0) for name in ("d_rr", "shuffle_once", "flip_fl
 
 
 def test_verdicts_of_rates():
-    settings = compose_study(["study=rates", "size=quick"]).settings
+    settings = settings_of("rates", "quick")
     good = rates.verdicts(made_up_rates(settings, THEORY), settings)
     assert {v.claim for v in good if v.answer != "holds"} == {
         "tanh neuron: CD-GraB's squared gradient norm falls like workers^−2/3 and no faster"  # cannot be decided
@@ -336,7 +342,7 @@ def test_verdicts_of_rates():
 
 
 def test_runs_that_are_still_falling_decide_nothing():
-    settings = compose_study(["study=rates", "size=quick"]).settings
+    settings = settings_of("rates", "quick")
     lines = rates.verdicts(made_up_rates(settings, THEORY, drift=2.0), settings)
     slopes = [v for v in lines if "times the epochs" not in v.claim]
     assert {v.answer for v in slopes} == {"undecided"}
@@ -344,7 +350,7 @@ def test_runs_that_are_still_falling_decide_nothing():
 
 
 def test_a_problem_that_noise_does_not_limit_decides_nothing():
-    settings = compose_study(["study=rates", "size=quick"]).settings
+    settings = settings_of("rates", "quick")
     table = made_up_rates(settings, THEORY)
     table.loc[table["sweep"] == "noise", ["gap", "gap_before"]] = 1.0
     lines = [v for v in rates.verdicts(table, settings) if v.claim.startswith("tanh")]
@@ -432,7 +438,6 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
         (["study=herding", "study.seeds=0"], "study.seeds must be a whole number of at least 1, got 0"),
         (["study=herding", "study.nonsense=1"], "nonsense"),
         (["study=herding", "study.vectors=7"], "7 vectors cannot be split evenly over 5 workers"),
-        (["study=herding", "threads=none"], "threads must be a whole number of at least 1"),
         (["herding"], "'herding' is not a setting of the form key=value"),
     ],
 )

@@ -91,7 +91,8 @@ def compose_study(overrides: list[str]) -> Study:
     if size not in sizes:
         raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {size!r}")
     presets = [f"study.{key}={value}" for key, value in sizes[size].items()]
-    plain, settings = (_settings([*presets, *some]) for some in (chosen, overrides))
+    plain = _settings(OmegaConf.merge(config.study, sizes[size]))
+    settings = _settings(compose_config([*presets, *overrides], "study").study)
     count("study.seeds", settings.seeds, 1)
     changed = "".join(f",{key}={value}" for key, value in settings.items() if value != plain[key])
     folder = f"{size}{changed}".replace(" ", "").replace("/", "-")
@@ -126,8 +127,8 @@ def significant(values: Iterable[float], digits: int = 8) -> list[float]:
     return [float(f"{float(value):.{digits}g}") for value in values]
 
 
-def _settings(overrides: list[str]) -> DictConfig:
-    settings = OmegaConf.to_container(compose_config(overrides, "study").study, resolve=True)
+def _settings(config: DictConfig) -> DictConfig:
+    settings = OmegaConf.to_container(config, resolve=True)
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
