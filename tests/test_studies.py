@@ -426,7 +426,7 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
     carry_out(study, never)
     assert study.metrics_path.stat().st_mtime_ns == before
     other = Study(OmegaConf.merge(study.settings, {"rounds": 3}), "smoke", tmp_path)
-    with pytest.raises(CdgrabError, match="holds results of other settings"):
+    with pytest.raises(CdgrabError, match="holds results with other rounds; delete"):
         carry_out(other)
 
 

@@ -102,8 +102,11 @@ def compose_study(overrides: list[str]) -> Study:
 def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = iter) -> None:
     """Compute the parts that are missing; each leaves one line of metrics as soon as it is done."""
     parts, settings, before = study.parts(), OmegaConf.to_container(study.settings), read_manifest(study.directory)
-    if before and before["settings"] != settings:
-        raise CdgrabError(f"{study.directory} holds results of other settings; delete the folder to make them again")
+    stored = before.get("settings", {})  # settings that did not exist then don't count
+    if differing := sorted(key for key in stored.keys() & settings.keys() if stored[key] != settings[key]):
+        raise CdgrabError(
+            f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
+        )
     done = {_name(line, parts): line for line in read_metrics(study.metrics_path)}
     kept = [done[_name(part.key, parts)] for part in parts if _name(part.key, parts) in done]
     missing = [part for part in parts if _name(part.key, parts) not in done]
