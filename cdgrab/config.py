@@ -39,7 +39,8 @@ DEPLOYMENT = {
     "compile",
     "threads",
     "size",
-    "sorter.exchange_mb",
+    "sorter.buffer_mb",
+    "sorter.background",
     "task.device",
     "task.state",  # the data source that it leads to counts instead
 }

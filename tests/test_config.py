@@ -127,7 +127,7 @@ BAD = [
     (["=5"], "Config group override"),
     (["experiment=null"], "unknown experiment 'null'"),
     (["sorter.walk_width=wide"], "walk_width must be a number between 0 and inf"),
-    (["sorter.exchange_mb=abc"], "exchange_mb must be a number"),
+    (["sorter.buffer_mb=abc"], "buffer_mb must be a number"),
     (["sorter=kh", "sorter.epochs=abc"], "epochs must be a whole number"),
     (["sorter=d_rr", "sorter.shared=banana"], "shared must be true or false"),
     (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),
