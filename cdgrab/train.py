@@ -64,10 +64,10 @@ class Trainer:
         self.gradients = compiled(self.per_unit)
         # for the herding metric; traced on first use
         self.unit_gradients = self.gradients if self.per_unit else compiled(True)
-        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, config.compile)
+        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
-        if config.compile and device.type == "cuda" and group.world_size == 1:
+        if self._compiled() and device.type == "cuda" and group.world_size == 1:
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
         else:
             self.loop = Steps(*parts)
@@ -86,7 +86,10 @@ class Trainer:
         }
 
     def _traceable(self) -> bool:
-        return self.config.compile and self.config.task.gradients == "vmap"
+        return self._compiled() and self.config.task.gradients == "vmap"
+
+    def _compiled(self) -> bool:
+        return self.config.compile == "auto"
 
     def _takes_shares(self) -> bool:
         """What the processes exchange for the mean gradient is all that the sorter needs: one unit from each."""
