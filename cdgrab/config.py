@@ -25,6 +25,7 @@ from .workers import DEVICES
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 
+COMPILE = ("auto", "off")
 GROUPS = ("task", "sorter", "experiment", "study")
 PLURALS = {"study": "studies"}
 
@@ -40,7 +41,8 @@ DEPLOYMENT = {
     "compile",
     "threads",
     "size",
-    "sorter.exchange_mb",
+    "sorter.buffer_mb",
+    "sorter.background",
     "task.device",
     "task.state",  # the data source that it leads to counts instead
 }
@@ -112,7 +114,8 @@ def validate(config: DictConfig) -> None:
     _one_of(config, "task.gradients", GRADIENTS)
     _one_of(config, "task.dtype", tuple(DTYPES))
     _one_of(config, "device", DEVICES)
-    for key in ("resume", "compile", "tf32", "task.truncate"):
+    _one_of(config, "compile", COMPILE)
+    for key in ("resume", "tf32", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
     for key, least in (("task.limit", 1), ("task.herding_every", 0)):

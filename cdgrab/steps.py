@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .clock import Clock
 from .compiled import Compiled, captured
-from .gradients import GradientFunction
+from .exchange import Mean
 from .optimisers import Optimiser
 from .tasks.base import Task
 from .workers import WorkerGroup
@@ -23,8 +23,11 @@ class Steps:
     def __init__(
         self, task: Task, gradients: Compiled, optimiser: Optimiser, group: WorkerGroup, parameters: Tensor
     ) -> None:
+        """gradients: a gradient function with the workers `summed`, to their mean where this is the only process."""
         self.task, self.gradients, self.optimiser, self.group = task, gradients, optimiser, group
         self.parameters = parameters
+        self.mean = Mean(group, len(parameters), parameters.element_size()) if group.world_size > 1 else None
+        self.keep_shares = False  # return what the exchange leaves here instead of unit gradients
         self.carry = task.first_carry(group.local_workers)
 
     def start_epoch(self) -> None:
@@ -34,11 +37,11 @@ class Steps:
         """Go on from these instead."""
         self.parameters, self.optimiser.state = parameters, optimiser_state
 
-    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
+    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor | list[Tensor], Tensor]:
         """Steps of equal shape: visits [local workers, steps, microbatch], indices of units.
 
-        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, and the
-        losses [local workers, steps].
+        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, or a
+        list of shares (see `exchange`), one per step; and the losses [local workers, steps].
         """
         stacked = visits.transpose(0, 1).contiguous()
         batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
@@ -46,15 +49,19 @@ class Steps:
         seen, losses = [], []
         clock.lap("data")
         for batch in batches:
-            unit_gradients, worker_means, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
+            unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
             clock.lap("gradients")
-            mean = self.group.gather(worker_means).mean(0)
-            clock.lap("communication")
+            if self.mean:
+                mean = self.mean(mean)
+                clock.lap("communication")
             self.parameters = self.optimiser.step(self.parameters, mean)
-            seen.append(unit_gradients)
+            seen.append(self.mean.shares if self.keep_shares else unit_gradients)
             losses.append(worker_losses)
             clock.lap("optimiser")
-        return torch.cat(seen, dim=1) if seen[0].numel() else seen[0], torch.stack(losses, dim=1)
+        losses = torch.stack(losses, dim=1)
+        if self.keep_shares:
+            return seen, losses
+        return torch.cat(seen, dim=1) if seen[0].numel() else seen[0], losses
 
 
 class CapturedSteps(Steps):
@@ -113,9 +120,8 @@ class _Block:
         steps = self._steps
         batch = steps.task.fetch("train", self.visits.index_select(0, self.step)[0])
         inputs = (steps.parameters, *steps.carry, *batch)
-        compute: GradientFunction = steps.gradients.for_inputs(*inputs)
-        unit_gradients, worker_means, worker_losses, *carry = compute(*inputs)
-        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, worker_means.mean(0))
+        unit_gradients, mean, worker_losses, *carry = steps.gradients.for_inputs(*inputs)(*inputs)
+        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
         if steps.per_unit:
             self.gradients.index_copy_(0, self.step, unit_gradients[None])
         self.losses.index_copy_(0, self.step, worker_losses[None].to(self.losses.dtype))

@@ -23,6 +23,7 @@ from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
 from .errors import DivergedError
+from .exchange import Mean, summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
 from .optimisers import Optimiser
@@ -57,18 +58,20 @@ class Trainer:
         self.per_unit = self.sorter.needs_gradients
 
         def compiled(per_unit: bool) -> Compiled:
-            return Compiled(gradient_function(task, flat, per_unit, config.task.gradients), self._traceable())
+            gradients = gradient_function(task, flat, per_unit, config.task.gradients)
+            return Compiled(summed(gradients, config.workers if group.world_size == 1 else None), self._traceable())
 
         self.gradients = compiled(self.per_unit)
         # for the herding metric; traced on first use
         self.unit_gradients = self.gradients if self.per_unit else compiled(True)
-        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, config.compile)
+        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
-        if config.compile and device.type == "cuda" and group.world_size == 1:
+        if self._compiled() and device.type == "cuda" and group.world_size == 1:
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
         else:
             self.loop = Steps(*parts)
+        self.loop.keep_shares = self._takes_shares()
         self.epochs_done = 0
         self._warm_up()
 
@@ -83,13 +86,24 @@ class Trainer:
         }
 
     def _traceable(self) -> bool:
-        return self.config.compile and self.config.task.gradients == "vmap"
+        return self._compiled() and self.config.task.gradients == "vmap"
+
+    def _compiled(self) -> bool:
+        return self.config.compile == "auto"
+
+    def _takes_shares(self) -> bool:
+        """What the processes exchange for the mean gradient is all that the sorter needs: one unit from each."""
+        one_unit = self.group.local_workers == 1 and self.microbatch == 1
+        mean = Mean(self.group, self.flat.dim, DTYPES[self.config.task.dtype].itemsize)
+        return one_unit and mean.divided and getattr(self.sorter, "divided", False) and self.sorter.sketch is None
 
     def _block_steps(self) -> int:
         sample = self.task.fetch("train", self.owned[:1, :1])
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
+        if self._takes_shares():
+            return 2  # gradients are long then: a pair at a time
         steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
         return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
@@ -177,7 +191,8 @@ class Trainer:
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         if self.per_unit:
-            self.sorter.observe(range(start, start + units), seen)
+            observe = self.sorter.observe_shares if self.loop.keep_shares else self.sorter.observe
+            observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))

@@ -8,7 +8,7 @@ workers afterwards is summed in the same order, to the last bit, for every proce
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,21 @@ from torch import Tensor
 from .errors import CdgrabError
 
 DEVICES = ("auto", "cpu", "cuda")
+GATHERED_BYTES = 2**18  # for all processes together: below, one collective is faster than two with less traffic
 
 # The first name is new in torch 2.13, where the second is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes that this process sent, as the ring algorithms of the collectives send them."""
+
+    sent: int = 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,8 @@ class WorkerGroup:
     workers: int
     rank: int = 0
     world_size: int = 1
+    traffic: Traffic = field(default_factory=lambda: Traffic(), compare=False)
+    channel: object = None  # a torch.distributed process group; None: the one that all share
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -50,13 +64,66 @@ class WorkerGroup:
         return slice(self.rank * self.local_workers, (self.rank + 1) * self.local_workers)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[local_workers, ...] of every process -> [workers, ...] in worker order, on every process."""
+        """[n, ...] of every process, the same n -> [n · processes, ...] in rank order, on every process.
+
+        What a process has for each of its workers comes out in worker order.
+        """
         if self.world_size == 1:
             return tensor
-        out = tensor.new_empty((self.workers, *tensor.shape[1:]))
+        out = tensor.new_empty((len(tensor) * self.world_size, *tensor.shape[1:]))
         if out.numel():
-            _all_gather(out, tensor.contiguous())
+            _all_gather(out, tensor.contiguous(), group=self.channel)
+            self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
         return out
+
+    def widths(self, dim: int) -> list[int]:
+        """How many of `dim` coordinates each process takes when they are divided."""
+        return [dim // self.world_size + (rank < dim % self.world_size) for rank in range(self.world_size)]
+
+    def coordinates(self, dim: int) -> slice:
+        """Those of this process."""
+        widths = self.widths(dim)
+        start = sum(widths[: self.rank])
+        return slice(start, start + widths[self.rank])
+
+    def shard(self, rows: Tensor) -> Tensor:
+        """rows [..., dim] of every process -> [processes, ..., width]: this process's coordinates of all rows."""
+        if self.world_size == 1:
+            return rows[None]
+        widths = self.widths(rows.shape[-1])
+        mine, count = widths[self.rank], rows.shape[:-1].numel()
+        if count == 1:
+            outgoing = rows.contiguous().flatten()
+        else:  # coordinates of one process next to each other
+            outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
+        out = rows.new_empty((self.world_size, *rows.shape[:-1], mine))
+        sizes = [width * count for width in widths]
+        dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
+        self.traffic.sent += _bytes(rows) - mine * count * rows.element_size()
+        return out
+
+    def unshard(self, mine: Tensor, dim: int) -> Tensor:
+        """[width] of every process -> [dim], on every process."""
+        if self.world_size == 1:
+            return mine
+        widths = self.widths(dim)
+        padded = mine if len(mine) == widths[0] else torch.cat([mine, mine.new_zeros(widths[0] - len(mine))])
+        everybody = self.gather(padded)
+        if widths[-1] == widths[0]:
+            return everybody
+        rows = everybody.view(self.world_size, -1)
+        return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, on every process. `tensor` is overwritten."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.channel)
+            self.traffic.sent += 2 * _bytes(tensor) * (self.world_size - 1) // self.world_size
+        return tensor
+
+    def separate(self) -> WorkerGroup:
+        """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
+        return replace(self, channel=dist.new_group(backend="gloo")) if self.world_size > 1 else self
 
     def barrier(self) -> None:
         if self.world_size > 1:

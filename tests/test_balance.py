@@ -141,7 +141,7 @@ def assert_same_by_both(fast, function, *arguments):
 @pytest.mark.parametrize("width", [0.0, 6.0], ids=["greedy", "walk"])
 @pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])
 def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, monkeypatch):
-    monkeypatch.setattr(kernels.gram, "ROWS_AT_ONCE", 32)  # several blocks, the last one short
+    monkeypatch.setattr(kernels.gram, "ROWS_AT_ONCE", {"cpu": 32, "cuda": 32})  # several blocks, the last one short
     rows, limits = make_rows(40, 3, 19, dtype, strided), width * uniform(40, 3)
     assert_same_by_both(fast, "balance", rows, torch.zeros(sums, 19, dtype=torch.float64), limits)
     assert_same_by_both(fast, "balance", rows, normal(sums, 19, seed=1), limits)

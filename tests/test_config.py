@@ -89,7 +89,7 @@ def test_runs_that_differ_never_share_a_folder():
     assert str(folders[0]) == "results/runs/lr_hmda/adhoc/embedded/cd_grab-s0"
     assert str(folders[5]) == "results/runs/lr_hmda/adhoc/embedded,epochs=3/cd_grab-s0"
     # where and how a run is carried out does not make it another run
-    elsewhere = compose(["data=embedded", "device=cpu", "nproc=4", "compile=false", "resume=true", "threads=2"])
+    elsewhere = compose(["data=embedded", "device=cpu", "nproc=4", "compile=off", "resume=true", "threads=2"])
     assert compose(["data=embedded", "task.device=auto"]).science == elsewhere.science
     assert elsewhere.directory == folders[0] and elsewhere.science == compose(["data=embedded"]).science
 
@@ -127,7 +127,7 @@ BAD = [
     (["=5"], "Config group override"),
     (["experiment=null"], "unknown experiment 'null'"),
     (["sorter.walk_width=wide"], "walk_width must be a number between 0 and inf"),
-    (["sorter.exchange_mb=abc"], "exchange_mb must be a number"),
+    (["sorter.buffer_mb=abc"], "buffer_mb must be a number"),
     (["sorter=kh", "sorter.epochs=abc"], "epochs must be a whole number"),
     (["sorter=d_rr", "sorter.shared=banana"], "shared must be true or false"),
     (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),

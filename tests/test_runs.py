@@ -84,7 +84,7 @@ def test_metrics_equal_an_independent_training_loop(tmp_path):
         sorter_order = reference.cd_grab(sorter_order, seen)
 
 
-@pytest.mark.parametrize("more", [["compile=false"], ["task.gradients=backward"]])
+@pytest.mark.parametrize("more", [["compile=off"], ["task.gradients=backward"]])
 def test_how_gradients_are_computed_changes_no_order(finished, tmp_path, more):
     slow, fast = run(tmp_path / "run", "epochs=2", *more), read_metrics(finished / "metrics.jsonl")
     assert [line["order_hash"] for line in slow] == [line["order_hash"] for line in fast[:2]]

@@ -283,7 +283,7 @@ def test_observing_before_the_first_order_is_refused():
     "name, options, words",
     [
         ("nope", {}, ["nope", *ALL]),
-        ("cd_grab", {"colour": 1}, ["colour", "rule", "walk_width", "initial", "exchange_mb"]),
+        ("cd_grab", {"colour": 1}, ["colour", "rule", "walk_width", "initial", "buffer_mb", "sketch"]),
         ("riffle", {"rule": "walk"}, ["rule", "initial"]),
         ("kh", {"rule": "greedy"}, ["rule", "epochs", "delta"]),
         *[("cd_grab", {count: bad}, [count]) for count in ("workers", "units", "dim") for bad in (0, -1, 2.0, True)],

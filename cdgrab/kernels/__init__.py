@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .. import balance as plain
@@ -22,6 +24,12 @@ def _module(tensor: Tensor):
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     """See `cdgrab.balance.balance`."""
     return _module(rows).balance(rows, running, limits)
+
+
+def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Like `balance` with one running sum, for rows [positions, workers, width] and running [1, width] of which other
+    processes hold the other coordinates; `total` adds up a tensor over them."""
+    return gram.balance(rows, running, limits, total)
 
 
 def balance_centred(

@@ -7,26 +7,35 @@ the signs are those of the plain loop but for exact inner products within roundi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..balance import kh_threshold
 
 try:
+    from . import cpu
+except ImportError:  # as in `kernels`
+    cpu = None
+try:
     import triton
     import triton.language as tl
 except ImportError:  # without Triton the recursion runs as ordinary operations: same signs, some ten times slower
     triton = None
 
-ROWS_AT_ONCE = 256  # larger Gram matrices cost more than they save
+ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}  # larger Gram matrices cost more than they save
 
 
-def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
-    """See `cdgrab.balance.balance`."""
+def balance(
+    rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor] = lambda products: products
+) -> Tensor:
+    """See `cdgrab.balance.balance`. `total` adds up inner products where others hold more coordinates."""
     pairs, workers, dim = rows.shape
     if len(running) == 1:  # one sum for all workers: their rows follow each other
-        return _signs(rows.reshape(1, -1, dim), running, limits.reshape(1, -1)).view(pairs, workers)
-    return _signs(rows.transpose(0, 1), running, limits.T).T
+        flat = rows.reshape(1, pairs * workers, dim)
+        return _signs(flat, running, limits.reshape(1, -1), total).view(pairs, workers)
+    return _signs(rows.transpose(0, 1), running, limits.T, total).T
 
 
 def balance_centred(
@@ -49,20 +58,26 @@ def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, unif
     return balance(rows, running, uniforms * torch.tensor(thresholds, dtype=running.dtype).to(rows.device))
 
 
-def _signs(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """Signs [sums, rows] of rows [sums, rows, dim], each against its own running sum [sums, dim]."""
     signs = [rows.new_empty(rows.shape[0], 0)]
     if not rows.shape[1]:
         return signs[0].to(torch.int8)
-    for some, its_limits in zip(rows.split(ROWS_AT_ONCE, 1), limits.split(ROWS_AT_ONCE, 1), strict=True):
+    at_once = ROWS_AT_ONCE["cuda" if rows.is_cuda else "cpu"]
+    for some, its_limits in zip(rows.split(at_once, 1), limits.split(at_once, 1), strict=True):
         some = some.to(running.dtype)
-        gram = some @ some.mT
-        inner = (some @ running[:, :, None]).squeeze(-1)
-        recursion = _recursion_by_triton if triton and some.is_cuda else _recursion
-        decided = recursion(gram, inner, its_limits.contiguous())
+        products = total(torch.cat([some @ some.mT, some @ running[:, :, None]], dim=2))
+        gram, inner = products[:, :, :-1].contiguous(), products[:, :, -1].contiguous()
+        decided = _recursion_for(rows)(gram, inner, its_limits.contiguous())
         running += (decided[:, None, :] @ some).squeeze(1)
         signs.append(decided)
     return torch.cat(signs, dim=1).to(torch.int8)
+
+
+def _recursion_for(rows: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if rows.is_cuda:
+        return _recursion_by_triton if triton else _recursion
+    return cpu.recursion if cpu else _recursion
 
 
 def _recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0,
     """A sorter by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
 
     Options: `initial` (random | identity) for those that keep an order; `shared` for d_rr; `rule` (greedy | walk) and
-    `walk_width` for the balancing sorters; `exchange_mb` for cd_grab; `epochs`, `delta` for kh.
+    `walk_width` for the balancing sorters; `epochs`, `delta` for kh; for all that look at gradients `sketch` (none |
+    gaussian | countsketch) and `sketch_size`, and where signs are decided: `background` (auto | true | false) and how
+    much may wait for it, `buffer_mb`.
     """
     refuse_unknown_options(name, options)
     return _class(name)(workers=workers, units=units, dim=dim, seed=seed, group=group, **options)

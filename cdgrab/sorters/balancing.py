@@ -1,9 +1,12 @@
 """Sorters that balance gradients: GraB, ID-GraB, CD-GraB and KH-SGD.
 
-Differences and running sums are float64 whatever the gradients are, so that orders do not hang on rounding.
+Running sums and inner products are float64 whatever the gradients are, so that orders do not hang on rounding. Signs
+are decided by an order server, beside the training.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,25 +14,46 @@ from torch import Tensor
 from .. import kernels, streams
 from ..balance import kh_penalties, reorder, reorder_pairs
 from ..errors import CdgrabError
-from .base import Sorter, count, number
+from ..order_server import BACKGROUND, OrderServer, in_background
+from ..sketches import make_sketch
+from ..workers import GATHERED_BYTES
+from .base import Sorter, all_finite, count, number
 
 RULES = ("greedy", "walk")
 
 
 class BalancingSorter(Sorter):
-    """Shared by all: a running sum that starts at zero every epoch, and the signs of this epoch so far."""
+    """Shared by all: running sums that start at zero every epoch, and the signs of this epoch so far."""
 
     needs_gradients = True
-    options = ("initial", "rule", "walk_width")
+    options = ("initial", "rule", "walk_width", "sketch", "sketch_size", "buffer_mb", "background")
     per_worker = ("_order", "_signs", "_running")
 
-    def __init__(self, *, rule: str = "greedy", walk_width: float = 30.0, **common) -> None:
+    def __init__(
+        self,
+        *,
+        rule: str = "greedy",
+        walk_width: float = 30.0,
+        sketch: str = "none",
+        sketch_size: int = 1024,
+        buffer_mb: float = 8.0,
+        background: str | bool = "auto",
+        **common,
+    ) -> None:
         super().__init__(**common)
         if rule not in RULES:
             raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+        if background not in BACKGROUND:
+            raise CdgrabError(f"background must be auto, true or false, got {background!r}")
         self.rule, self.walk_width = rule, number("walk_width", walk_width, above=0)
-        self._running = torch.zeros(self._sums(), self.dim, dtype=torch.float64)
+        self.sketch = make_sketch(sketch, count("sketch_size", sketch_size, 1), self.dim, self.seed)
+        self.row_dim = self.sketch.size if self.sketch else self.dim  # length of what is balanced
+        self._buffer_bytes, self._wants_background = number("buffer_mb", buffer_mb, above=0) * 2**20, background
+        self._running = torch.zeros(self._sums(), self.row_dim, dtype=torch.float64)
         self._signs = torch.zeros(self.local_workers, self._decisions(), dtype=torch.int8)
+        self._server: OrderServer | None = None  # made with the first gradients: they tell the device
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _sums(self) -> int:
         """How many running sums this process keeps."""
@@ -39,16 +63,38 @@ class BalancingSorter(Sorter):
         """Signs per worker and epoch."""
         return self.units
 
-    def _options(self) -> dict:
-        return {"rule": self.rule, **({"walk_width": self.walk_width} if self.rule == "walk" else {})}
+    def _decided(self) -> int:
+        """How many of them are known once everything observed has been settled."""
+        return self.position
+
+    def _reordered(self) -> Tensor:
+        return reorder(self._order, self._signs)
+
+    def _block_bytes(self) -> float:
+        """Rows that come together before they are decided; none need to on one process."""
+        return 0
+
+    def _decide(self, first: int, rows: Tensor) -> Tensor:
+        """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, row_dim]."""
+        raise NotImplementedError
+
+    # -- the epoch ----------------------------------------------------------------------------------------------------
+
+    def _next_order(self, epoch: int) -> Tensor:
+        if epoch == 0:
+            return self._first_order()
+        self._settle()
+        return self._reordered()
 
     def _start_epoch(self) -> None:
         self._running.zero_()
         self._signs.zero_()
-        self._draw()
+        self._restore()
 
     def _restore(self) -> None:
         self._draw()
+        if self._server:
+            self._server.start(self._decided())
 
     def _draw(self) -> None:
         """This epoch's uniform draws, [decisions, all workers]; redrawn, not stored, since streams are reproducible."""
@@ -61,14 +107,52 @@ class BalancingSorter(Sorter):
         else:
             self._uniforms = torch.zeros(self._decisions(), self.workers, dtype=torch.float64)
 
-    def _draws(self, start: int, end: int) -> Tensor:
-        """Draws of decisions start … end−1 for this process's workers, [end − start, local workers]."""
-        return self._uniforms[start:end, self.group.local]
+    def _draws(self, first: int, rows: Tensor) -> Tensor:
+        """Draws that belong to rows [n, ...], for this process's workers, [n, local workers]."""
+        return self._uniforms[first : first + len(rows), self.group.local].to(rows.device)
+
+    def _submit(self, rows: Tensor) -> None:
+        if self._server is None:
+            self._server = self._make_server(rows.is_cuda)
+            self._server.start(self._decided())  # rows got before the units now being observed
+        self._server.submit(rows)
+
+    def _make_server(self, on_gpu: bool) -> OrderServer:
+        wanted, alone = self._wants_background, self.group.world_size == 1
+        # A thread's collectives need a channel of their own, for which all processes must agree: only when asked.
+        background = in_background(wanted, on_gpu) if alone or wanted != "auto" else False
+        if background and not alone:
+            self.group = self.group.separate()
+        return OrderServer(self._decide, self._block_bytes(), self._buffer_bytes, background)
+
+    def _settle(self) -> None:
+        """Wait for the signs of everything observed."""
+        signs = self._server.settle() if self._server else None
+        if signs is not None:
+            end = self._decided()
+            self._signs[:, end - len(signs) : end] = signs.T
 
     def _running_on(self, device: torch.device) -> Tensor:
         """The running sums, where the gradients are."""
         self._running = self._running.to(device)
         return self._running
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
+        self._settle()
+        return super().state_dict()
+
+    def _options(self) -> dict:
+        walk = {"walk_width": self.walk_width} if self.rule == "walk" else {}
+        sketch = {"sketch": self.sketch.name, "sketch_size": self.sketch.size} if self.sketch else {}
+        return {"rule": self.rule, **walk, **sketch}
+
+    def _sketched(self, gradients: Tensor) -> Tensor:
+        """What is balanced instead of the gradients, in float32 at least."""
+        gradients = gradients.float() if gradients.element_size() < 4 else gradients
+        return self.sketch(gradients) if self.sketch else gradients
 
 
 class MeanBalance(BalancingSorter):
@@ -82,23 +166,19 @@ class MeanBalance(BalancingSorter):
         self._stale_mean = torch.zeros_like(self._running)
         self._fresh_sum = torch.zeros_like(self._running)
 
-    def _next_order(self, epoch: int) -> Tensor:
-        return self._first_order() if epoch == 0 else reorder(self._order, self._signs)
-
     def _start_epoch(self) -> None:
         self._stale_mean = self._fresh_sum / self.units
         self._fresh_sum = torch.zeros_like(self._stale_mean)
         super()._start_epoch()
 
     def _take(self, gradients: Tensor) -> None:
-        start, end = self.position, self.position + gradients.shape[1]
-        device = gradients.device
+        self._submit(self._sketched(gradients).transpose(0, 1).to(torch.float64, copy=True))
+
+    def _decide(self, first: int, rows: Tensor) -> Tensor:
+        device = rows.device
         self._stale_mean, self._fresh_sum = self._stale_mean.to(device), self._fresh_sum.to(device)
-        limits = (self.walk_width * self._draws(start, end)).to(device)
-        signs = kernels.balance_centred(
-            gradients.transpose(0, 1).double(), self._running_on(device), self._stale_mean, self._fresh_sum, limits
-        )
-        self._signs[:, start:end] = signs.T.cpu()
+        limits = self.walk_width * self._draws(first, rows)
+        return kernels.balance_centred(rows, self._running_on(device), self._stale_mean, self._fresh_sum, limits)
 
 
 class PairBalance(BalancingSorter):
@@ -109,89 +189,95 @@ class PairBalance(BalancingSorter):
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
-        self._unpaired = torch.empty(
-            self.local_workers, 0, self.dim, dtype=torch.float64
-        )  # first gradient of a pair still incomplete
+        # the first gradient of a pair that is still incomplete
+        self._unpaired = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
 
     def _decisions(self) -> int:
         return self.units // 2
 
-    def _next_order(self, epoch: int) -> Tensor:
-        return self._first_order() if epoch == 0 else reorder_pairs(self._order, self._signs)
+    def _decided(self) -> int:
+        return self.position // 2
+
+    def _reordered(self) -> Tensor:
+        return reorder_pairs(self._order, self._signs)
 
     def _start_epoch(self) -> None:
         self._unpaired = self._unpaired[:, :0]
         super()._start_epoch()
 
     def _take(self, gradients: Tensor) -> None:
-        first_pair = self.position // 2
+        gradients = self._sketched(gradients)
         if self._unpaired.shape[1]:
-            gradients = torch.cat([self._unpaired.to(gradients.device), gradients], dim=1)
+            gradients = torch.cat([self._unpaired.to(gradients), gradients], dim=1)
         pairs = gradients.shape[1] // 2
         self._unpaired = gradients[:, 2 * pairs :].to(torch.float64, copy=True)
-        by_position = gradients[:, : 2 * pairs].transpose(0, 1)
-        # float64 before the subtraction, and laid out as the kernels read it
-        differences = by_position[0::2].to(torch.float64, memory_format=torch.contiguous_format, copy=True)
-        differences -= by_position[1::2]
-        self._take_pairs(first_pair, differences)
+        if pairs:
+            by_position = gradients[:, : 2 * pairs].transpose(0, 1)
+            self._submit(by_position[0::2] - by_position[1::2])
 
-    def _take_pairs(self, first: int, differences: Tensor) -> None:
-        """Decide the signs of pairs first, first + 1, …; differences [pairs, local workers, dim]."""
-        end = first + len(differences)
-        self._signs[:, first:end] = self._decide(differences, first, end).T.cpu()
-
-    def _decide(self, rows: Tensor, start: int, end: int) -> Tensor:
-        """Signs [pairs, local workers] of rows [pairs, local workers, dim]."""
-        limits = (self.walk_width * self._draws(start, end)).to(rows.device)
+    def _decide(self, first: int, rows: Tensor) -> Tensor:
+        limits = self.walk_width * self._draws(first, rows)
         return kernels.balance(rows, self._running_on(rows.device), limits)
 
 
 class CoordinatedPairBalance(PairBalance):
     """CD-GraB: the same pair differences, balanced against ONE running sum, workers in rank order at each position.
 
-    Orders are needed once per epoch, so with several processes the exchange waits until `exchange_mb` of differences
-    have come together. Every process then decides the same signs of all workers and keeps those of its own.
+    With several processes, short rows are gathered: every process decides all signs. Long ones are divided by
+    coordinates: a process keeps its share of everybody's rows and of the running sum, and the shares' inner products
+    are added up. No process then holds the rows of all workers.
     """
 
     label = "CD-GraB"
-    options = (*PairBalance.options, "exchange_mb")
     per_worker = ("_order", "_signs", "_unpaired")
     shared = ("_running",)
 
-    def __init__(self, *, exchange_mb: float = 4.0, **options) -> None:
+    def __init__(self, **options) -> None:
         super().__init__(**options)
-        self._exchange_bytes = number("exchange_mb", exchange_mb, above=0) * 2**20
-        self._pending: list[Tensor] = []
+        row_bytes = self.row_dim * 4
+        self.divided = self.group.world_size > 1 and row_bytes * self.workers > GATHERED_BYTES
+        if self.divided:
+            self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
 
     def _sums(self) -> int:
         return 1
 
-    def _take_pairs(self, first: int, differences: Tensor) -> None:
-        self._pending.append(differences)
-        waiting = sum(d.numel() * d.element_size() for d in self._pending)
-        epoch_complete = first + len(differences) == self._decisions()
-        if self.group.world_size == 1 or epoch_complete or waiting >= self._exchange_bytes:
-            self._exchange(end=first + len(differences))
+    def _block_bytes(self) -> float:
+        return 0 if self.group.world_size == 1 else self._buffer_bytes / 2
 
-    def _exchange(self, end: int) -> None:
-        if not self._pending:
-            return
-        differences = self._pending[0] if len(self._pending) == 1 else torch.cat(self._pending)
-        self._pending = []
-        start = end - len(differences)
-        rows = self.group.gather(differences.transpose(0, 1)).transpose(0, 1)
-        limits = (self.walk_width * self._uniforms[start:end]).to(rows.device)
-        signs = kernels.balance(rows, self._running_on(rows.device), limits)
-        self._signs[:, start:end] = signs[:, self.group.local].T.cpu()
+    def observe_shares(self, positions: Sequence[int], shares: list[Tensor]) -> None:
+        """Like `observe`, for gradients that have been divided already: shares[k] [workers, width] holds this process's
+        coordinates of the k-th position's gradients of all workers. They are overwritten. Starts with a full pair."""
+        if not (self.divided and self.sketch is None) or self.position % 2:
+            raise CdgrabError("this sorter takes whole gradients here: rows are not divided, or a pair is half done")
+        if not all(all_finite(share) for share in shares):
+            raise CdgrabError("gradients must be finite floating-point numbers")
+        pairs = [a.sub_(b) for a, b in zip(shares[0::2], shares[1::2], strict=False)]
+        if pairs:
+            self._submit(pairs[0][None] if len(pairs) == 1 else torch.stack(pairs))
+        self.position += len(positions)
+
+    def _decide(self, first: int, rows: Tensor) -> Tensor:
+        limits = (self.walk_width * self._uniforms[first : first + len(rows)]).to(rows.device)
+        running = self._running_on(rows.device)
+        if not self.divided:
+            rows = self.group.gather(rows.transpose(0, 1)).transpose(0, 1)
+            return kernels.balance(rows, running, limits)[:, self.group.local]
+        if rows.shape[1] != self.workers:  # not divided yet
+            rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
+        return kernels.balance_divided(rows, running, limits, self.group.total)[:, self.group.local]
 
     def state_dict(self) -> dict:
-        """See `Sorter.state_dict`. With several processes all must call it, since pending rows are exchanged first."""
-        self._exchange(end=self.position // 2)
-        return super().state_dict()
+        """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
+        state = super().state_dict()
+        if self.divided:
+            state["shared"]["_running"] = self.group.unshard(self._running[0], self.row_dim)[None]
+        return state
 
-    def load_state_dict(self, state: dict) -> None:
-        super().load_state_dict(state)
-        self._pending = []
+    def _restore(self) -> None:
+        if self.divided and self._running.shape[1] == self.row_dim:
+            self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
+        super()._restore()
 
 
 class KernelHalving(PairBalance):
@@ -201,7 +287,7 @@ class KernelHalving(PairBalance):
     """
 
     label = "KH-SGD"
-    options = ("initial", "epochs", "delta")
+    options = ("initial", "epochs", "delta", "sketch", "sketch_size", "buffer_mb", "background")
     per_worker = (*PairBalance.per_worker, "_q")
 
     def __init__(self, *, epochs: int = 100, delta: float = 0.5, **common) -> None:
@@ -210,16 +296,16 @@ class KernelHalving(PairBalance):
         self._q = torch.zeros(self.local_workers, dtype=torch.float64)
 
     def _options(self) -> dict:
-        return {"epochs": self.epochs, "delta": self.delta}
+        options = {"epochs": self.epochs, "delta": self.delta, **super()._options()}
+        return {name: value for name, value in options.items() if name not in ("rule", "walk_width")}
 
     def _start_epoch(self) -> None:
         self._q.zero_()
         super()._start_epoch()
 
-    def _decide(self, rows: Tensor, start: int, end: int) -> Tensor:
-        device = rows.device
-        self._q = self._q.to(device)
-        penalties = kh_penalties(self._decisions(), self.epoch + 1, self.epochs, self.delta)[start:end].to(device)
+    def _decide(self, first: int, rows: Tensor) -> Tensor:
+        self._q = self._q.to(rows.device)
+        penalties = kh_penalties(self._decisions(), self.epoch + 1, self.epochs, self.delta)[first : first + len(rows)]
         return kernels.balance_kh(
-            rows, self._running_on(device), self._q, penalties, self._draws(start, end).to(device)
+            rows, self._running_on(rows.device), self._q, penalties.to(rows.device), self._draws(first, rows)
         )

@@ -179,7 +179,7 @@ class Sorter:
             raise CdgrabError(
                 f"positions must go on from {self.position} and end before {self.units}, got {_brief(positions)}"
             )
-        if not gradients.is_floating_point() or not _all_finite(gradients):
+        if not gradients.is_floating_point() or not all_finite(gradients):
             raise CdgrabError(
                 f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
             )
@@ -212,7 +212,7 @@ def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
         ) from error
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms, and is much cheaper to look at; a sum that overflows needs the closer look."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 

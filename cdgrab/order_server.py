@@ -1,0 +1,104 @@
+"""The order server: gradients' pair differences in, signs out, beside the training instead of in its way.
+
+Orders are needed once per epoch, so signs may be decided late. Rows are taken as they come, collected into blocks and
+decided strictly in order: on a GPU on a stream of its own, on a CPU in a thread where a core is free, else at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+BACKGROUND = ("auto", True, False)
+Decide = Callable[[int, Tensor], Tensor]  # (number of the first row, rows [n, ...]) -> signs [n, workers]
+
+
+class OrderServer:
+    """Decides rows 0, 1, 2, … of an epoch with `decide`, in blocks of at least `block_bytes`.
+
+    At most `buffer_bytes` of rows wait or are being decided, unless a single block is larger: then that one alone.
+    """
+
+    def __init__(self, decide: Decide, block_bytes: float, buffer_bytes: float, background: bool) -> None:
+        self._decide, self._block_bytes, self._buffer_bytes = decide, block_bytes, buffer_bytes
+        self._background = background
+        self._pool: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.start(0)
+
+    def start(self, first: int) -> None:
+        """A new epoch, or one that goes on at row `first`. What was pending is forgotten."""
+        self._collected: list[Tensor] = []
+        self._next = first  # number of the first row that has not been handed to `decide`
+        self._running: deque[_Block] = deque()
+        self._decided: list[_Block] = []
+
+    def submit(self, rows: Tensor) -> None:
+        """Take the next rows [n, ...]. They belong to the server from now on."""
+        self._collected.append(rows)
+        if sum(map(_bytes, self._collected)) >= self._block_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything collected to `decide`, without waiting for it."""
+        if not self._collected:
+            return
+        rows = self._collected[0] if len(self._collected) == 1 else torch.cat(self._collected)
+        self._collected = []
+        while self._running and sum(block.size for block in self._running) + _bytes(rows) > self._buffer_bytes:
+            self._settle_oldest()
+        self._running.append(self._begin(self._next, rows))
+        self._next += len(rows)
+
+    def settle(self) -> Tensor | None:
+        """Signs of all rows since the last call, on the CPU, [n, workers]; None when there are none."""
+        self.flush()
+        while self._running:
+            self._settle_oldest()
+        decided, self._decided = self._decided, []
+        return torch.cat([block.result().cpu() for block in decided]) if decided else None
+
+    def _settle_oldest(self) -> None:
+        block = self._running.popleft()
+        block.wait()
+        self._decided.append(block)
+
+    def _begin(self, first: int, rows: Tensor) -> _Block:
+        if self._background and rows.is_cuda:
+            return self._on_a_stream(first, rows)
+        if self._background:
+            self._pool = self._pool or ThreadPoolExecutor(1, "order server")
+            future = self._pool.submit(self._decide, first, rows)
+            return _Block(_bytes(rows), future.result, future.result)
+        signs = self._decide(first, rows)
+        return _Block(0, lambda: None, lambda: signs)
+
+    def _on_a_stream(self, first: int, rows: Tensor) -> _Block:
+        self._stream = self._stream or torch.cuda.Stream(rows.device)
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            signs = self._decide(first, rows)
+        rows.record_stream(self._stream)
+        done = self._stream.record_event()
+        return _Block(_bytes(rows), done.synchronize, lambda: signs)
+
+
+class _Block:
+    """Rows being decided: their size in bytes, how to wait for them, and their signs."""
+
+    def __init__(self, size: int, wait: Callable[[], object], result: Callable[[], Tensor]) -> None:
+        self.size, self.wait, self.result = size, wait, result
+
+
+def in_background(wanted: str | bool, on_gpu: bool) -> bool:
+    """auto: on a GPU; on a CPU when there is a core beside the one that trains."""
+    return on_gpu or (os.cpu_count() or 1) > 1 if wanted == "auto" else bool(wanted)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

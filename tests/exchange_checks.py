@@ -1,0 +1,103 @@
+"""Run under torchrun by test_exchange.py: what every process gets, saved for comparison with one process."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from conftest import make_gradients
+
+import cdgrab
+from cdgrab import exchange, workers
+from cdgrab.sorters import balancing
+from cdgrab.workers import connect
+
+# workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes
+SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33)]
+KINDS = ["random", "repeated", "tied", "zero"]
+EPOCHS = 3
+
+
+def cases():
+    for shape in SHAPES:
+        for kind in KINDS:
+            for options in ({}, {"rule": "walk"}, {"sketch": "countsketch", "sketch_size": 4}, {"background": True}):
+                if not options or kind == "random":
+                    yield shape, kind, options
+
+
+def name_of(shape, kind, options):
+    return f"{shape} {kind} {options}"
+
+
+def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
+    """Orders of all epochs for this process's workers; the gradients come in two uneven calls."""
+    count, units, dim = shape
+    balancing.GATHERED_BYTES = 0 if divided else 2**40
+    settings = {"workers": count, "units": units, "dim": dim, "seed": 5, "group": group, "buffer_mb": buffer_mb}
+    sorter = cdgrab.make_sorter("cd_grab", **settings, **options)
+    found = []
+    for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
+        local = gradients[group.local]
+        found.append(sorter.order(epoch))
+        for start, end in ((0, 3), (3, units)):
+            sorter.observe(range(start, end), local[:, start:end])
+            if resume_at == (epoch, end):
+                state = sorter.state_dict()
+                sorter = cdgrab.make_sorter("cd_grab", **settings, **options)
+                sorter.load_state_dict(state)
+    return torch.stack([*found, sorter.order(EPOCHS)])
+
+
+def orders_from_shares(group, shape, kind):
+    """One worker per process, whose gradients are divided on the way to their mean."""
+    count, units, dim = shape
+    balancing.GATHERED_BYTES = exchange.GATHERED_BYTES = 0
+    sorter = cdgrab.make_sorter("cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
+    mean = exchange.Mean(group, dim, 8)
+    found = []
+    for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
+        found.append(sorter.order(epoch))
+        for start in range(0, units, 2):
+            shares = []
+            for unit in range(start, min(start + 2, units)):
+                average = mean(gradients[group.rank, unit])
+                torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
+                shares.append(mean.shares)
+            sorter.observe_shares(range(start, start + len(shares)), shares)
+    return torch.stack([*found, sorter.order(EPOCHS)])
+
+
+def means(group, divided):
+    """Means over all workers' gradients in float32, where the order of summation shows."""
+    exchange.GATHERED_BYTES = 0 if divided else 2**40
+    found = []
+    for dim in (1, 2, 7, 1000):
+        gradients = torch.randn(group.workers, dim, generator=torch.Generator().manual_seed(dim))
+        found.append(exchange.Mean(group, dim, 4)(exchange.tree_sum(gradients[group.local])))
+    return found
+
+
+def main(target):
+    found = {}
+    for shape in SHAPES:
+        group = connect(shape[0])
+        for case in [case for case in cases() if case[0] == shape]:
+            key = name_of(*case)
+            for divided in (True, False):
+                local = orders(group, *case, divided, buffer_mb=8.0)
+                found[key, divided] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+            local = orders(group, *case, True, buffer_mb=1e-5, resume_at=(1, 3))
+            found[key, "resumed"] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+        found["means", shape[0]] = [means(group, divided) for divided in (True, False)]
+    processes = workers.launched_world_size()
+    group = connect(processes)
+    for units in (6, 7):
+        local = orders_from_shares(group, (processes, units, 11), "random")
+        found["shares", units] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+    if group.rank == 0:
+        torch.save(found, target)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""Exchanges between processes against one process and the oracle: orders, means, traffic."""
+
+import os
+
+import pytest
+import torch
+from conftest import make_gradients, oracle
+from exchange_checks import KINDS, SHAPES, cases, name_of
+
+import cdgrab
+from cdgrab import exchange
+from cdgrab.workers import WorkerGroup
+from scripts.launcher import torchrun
+
+PROCESSES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `exchange_checks` saved, by number of processes."""
+    folder = tmp_path_factory.mktemp("exchange")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    for processes in PROCESSES:
+        assert torchrun(["-m", "tests.exchange_checks", str(folder / str(processes))], processes) == 0
+    return {processes: torch.load(folder / str(processes)) for processes in PROCESSES}
+
+
+def alone(shape, kind, options):
+    """The orders of one process."""
+    workers, units, dim = shape
+    sorter = cdgrab.make_sorter("cd_grab", workers=workers, units=units, dim=dim, seed=5, **options)
+    orders = []
+    for epoch, gradients in enumerate(make_gradients(kind, 3, *shape)):
+        orders.append(sorter.order(epoch))
+        sorter.observe(range(units), gradients)
+    return torch.stack([*orders, sorter.order(3)])
+
+
+@pytest.mark.parametrize("how", [True, False, "resumed"], ids=["divided", "gathered", "resumed"])
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_orders_equal_those_of_one_process(found, processes, how):
+    for case in cases():
+        assert torch.equal(found[processes][name_of(*case), how], alone(*case)), case
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_orders_equal_the_papers_pseudocode(found, processes, kind):
+    for shape in SHAPES:
+        orders = found[processes][name_of(shape, kind, {}), True]
+        assert torch.equal(orders, oracle("cd_grab", orders[0], make_gradients(kind, 3, *shape)))
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_shares_of_the_mean_gradient_give_the_same_orders(found, processes):
+    for units in (6, 7):
+        assert torch.equal(found[processes]["shares", units], alone((processes, units, 11), "random", {}))
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
+    for workers, *_ in SHAPES:
+        for both in zip(*found[processes]["means", workers], strict=True):
+            for mean in both:
+                gradients = torch.randn(workers, len(mean), generator=torch.Generator().manual_seed(len(mean)))
+                assert torch.equal(mean, exchange.tree_sum(gradients) / workers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12, 32, 33])
+def test_tree_sum_is_the_sum(count):
+    rows = torch.randn(count, 5, 2, dtype=torch.float64)
+    torch.testing.assert_close(exchange.tree_sum(rows), rows.sum(0), rtol=1e-14, atol=1e-14)
+    for processes in (2, 4):
+        if count % processes == 0:
+            parts = torch.stack([exchange.tree_sum(part) for part in rows.chunk(processes)])
+            assert torch.equal(exchange.tree_sum(parts), exchange.tree_sum(rows)), "a process's sum is a branch"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("dim", [1, 7, 24])
+def test_coordinates_are_divided_without_gaps(processes, dim):
+    groups = [WorkerGroup(processes, rank, processes) for rank in range(processes)]
+    taken = [coordinate for group in groups for coordinate in range(dim)[group.coordinates(dim)]]
+    assert taken == list(range(dim)) and max(groups[0].widths(dim)) - min(groups[0].widths(dim)) <= 1

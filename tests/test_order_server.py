@@ -1,0 +1,179 @@
+"""The order server decides every row once, in order, within its buffer; sketches keep what signs need."""
+
+import threading
+import time
+
+import pytest
+import torch
+from conftest import GRADIENT_AWARE, feed, make, make_gradients, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cdgrab
+from cdgrab import CdgrabError, herding, sketches
+from cdgrab.order_server import OrderServer
+
+ROW_BYTES = 8  # of one row [1, 1] in float64
+
+
+class Recorder:
+    """A `decide` that remembers what it was given, and how much was waiting for it at most."""
+
+    def __init__(self, delay=0.0):
+        self.seen, self.delay, self.threads = [], delay, set()
+
+    def __call__(self, first, rows):
+        time.sleep(self.delay)
+        self.threads.add(threading.current_thread())
+        assert first == len(self.seen)
+        self.seen += rows[:, 0, 0].tolist()
+        return (rows[:, :, 0] % 2 * 2 - 1).to(torch.int8)
+
+
+def numbered(start, end):
+    return torch.arange(start, end, dtype=torch.float64).view(-1, 1, 1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=12),
+    block=st.integers(0, 20),
+    buffer=st.integers(1, 40),
+    background=st.booleans(),
+    settle_after=st.integers(0, 12),
+)
+def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background, settle_after):
+    decide = Recorder()
+    server = OrderServer(decide, block * ROW_BYTES, buffer * ROW_BYTES, background)
+    found, count = [], 0
+    for number, size in enumerate(sizes):
+        if number == settle_after and (signs := server.settle()) is not None:
+            found.append(signs)
+        server.submit(numbered(count, count + size))
+        count += size
+    if (signs := server.settle()) is not None:
+        found.append(signs)
+    assert decide.seen == list(range(count))
+    expected = (torch.arange(count) % 2 * 2 - 1).to(torch.int8)[:, None]
+    assert torch.equal(torch.cat(found), expected) if count else not found
+    assert server.settle() is None
+
+
+def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its_buffer():
+    decide = Recorder(delay=0.05)
+    server = OrderServer(decide, 0, 4 * ROW_BYTES, background=True)
+    began = time.perf_counter()
+    server.submit(numbered(0, 2))
+    server.submit(numbered(2, 4))
+    assert time.perf_counter() - began < 0.04, "two blocks fit: nobody waits"
+    server.submit(numbered(4, 6))  # waits for the first
+    assert len(decide.seen) >= 2
+    assert sum(block.size for block in server._running) <= 4 * ROW_BYTES
+    assert len(server.settle()) == 6 and threading.main_thread() not in decide.threads
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_goes_wrong_in_the_server_reaches_the_caller(background):
+    def fail(first, rows):
+        raise ValueError("no sign")
+
+    server = OrderServer(fail, 0, 2**20, background)
+    with pytest.raises(ValueError, match="no sign"):
+        server.submit(numbered(0, 1))
+        server.settle()
+
+
+def test_starting_anew_forgets_what_was_collected():
+    decide = Recorder()
+    server = OrderServer(decide, 100 * ROW_BYTES, 2**20, background=False)
+    server.submit(numbered(0, 3))
+    server.start(0)
+    server.submit(numbered(0, 2))
+    assert len(server.settle()) == 2
+
+
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_where_signs_are_decided_changes_no_order(name):
+    gradients = make_gradients("random", 3, 3, 9, 5)
+    orders = [
+        run(make(name, units=9, background=background, buffer_mb=size), gradients, {4, 7})
+        for background in (True, False)
+        for size in (1e-5, 8.0)
+    ]
+    assert all(torch.equal(orders[0], other) for other in orders[1:])
+
+
+# -- sketches ---------------------------------------------------------------------------------------------------------
+
+kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
+
+
+@kinds
+def test_a_sketch_is_one_linear_map_for_all_workers_and_calls(kind, monkeypatch):
+    monkeypatch.setattr(sketches, "CHUNK_ENTRIES", 64)  # the Gaussian map comes in several chunks
+    make_one = lambda seed: sketches.make_sketch(kind, 8, 50, seed)  # noqa: E731
+    matrix = make_one(3)(torch.eye(50, dtype=torch.float64))
+    rows = torch.randn(2, 7, 50, dtype=torch.float64)
+    torch.testing.assert_close(make_one(3)(rows), rows @ matrix, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(make_one(4)(torch.eye(50, dtype=torch.float64)), matrix)
+
+
+@kinds
+def test_sketches_keep_inner_products_on_average(kind):
+    """Unbiased, with a standard deviation of about sqrt(2 / size) for unit vectors."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(2, 300, generator=generator, dtype=torch.float64), dim=1)
+    exact = float(rows[0] @ rows[1])
+    size, draws = 64, 400
+    errors = []
+    for seed in range(draws):
+        a, b = sketches.make_sketch(kind, size, 300, seed)(rows)
+        errors.append(float(a @ b) - exact)
+    errors = torch.tensor(errors)
+    assert abs(float(errors.mean())) < 4 * float(errors.std()) / draws**0.5
+    assert 0.5 / size**0.5 < float(errors.std()) < 2.0 / size**0.5
+
+
+@kinds
+def test_sketched_balancing_still_lowers_the_herding_bound(kind):
+    vectors = torch.randn(4, 256, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bounds = {}
+    for name, options in {"none": {}, kind: {"sketch": kind, "sketch_size": 100}}.items():
+        sorter = make("cd_grab", workers=4, units=256, dim=200, **options)
+        order = sorter.order(0)
+        first = herding.parallel_herding_bound(vectors, order)
+        for epoch in range(1, 7):
+            feed(sorter, vectors.gather(1, order[:, :, None].expand(-1, -1, 200)))
+            order = sorter.order(epoch)
+        bounds[name] = herding.parallel_herding_bound(vectors, order)
+    assert bounds["none"] < bounds[kind] < 0.9 * first
+
+
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_every_sorter_takes_a_sketch_and_resumes_with_it(name):
+    options = {"units": 9, "dim": 40, "sketch": "countsketch", "sketch_size": 6}
+    gradients = make_gradients("random", 3, 3, 9, 40)
+    expected = run(make(name, **options), gradients)
+    assert not torch.equal(expected, run(make(name, **options | {"sketch": "none"}), gradients))
+    sorter = make(name, **options)
+    sorter.order(0)
+    sorter.observe(range(5), gradients[0][:, :5])
+    resumed = make(name, **options)
+    resumed.load_state_dict(sorter.state_dict())
+    feed(resumed, gradients[0], start=5)
+    assert torch.equal(resumed.order(1), expected[1])
+    with pytest.raises(CdgrabError, match="sketch"):
+        make(name, **options | {"sketch": "gaussian"}).load_state_dict(sorter.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sketch": "hash"}, "sketch must be one of none, gaussian, countsketch"),
+        ({"sketch_size": 0}, "sketch_size must be a whole number of at least 1"),
+        ({"buffer_mb": 0}, "buffer_mb must be a number between 0"),
+        ({"background": "maybe"}, "background must be auto, true or false"),
+    ],
+)
+def test_bad_options_are_one_sentence(options, message):
+    with pytest.raises(CdgrabError, match=message):
+        cdgrab.make_sorter("cd_grab", workers=2, units=4, dim=3, **options)
