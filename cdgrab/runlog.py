@@ -59,7 +59,7 @@ class RunLog:
             "sizes": sizes,
             "processes": world_size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "host": {"cpu": _cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+            "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
             "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
             "commit": git_commit(),
             "started": before.get("started", _now()),
@@ -156,7 +156,7 @@ def _installed() -> list[str]:
     return [name for name in PACKAGES if name in present]
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
