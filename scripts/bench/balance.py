@@ -21,7 +21,7 @@ BLOCK_BYTES = 64 * 2**20
 MOST_POSITIONS = 1024  # of a block
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
-GRID = {"smoke": ((4,), (19, 5000)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
+GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
 REPEATS = {"smoke": 2, "quick": 5, "full": 15}
 
 
