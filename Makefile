@@ -15,7 +15,7 @@ DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VE
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
           $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) $(if $(DATA),--data $(DATA))
 
-.PHONY: help setup test lint figures report clean
+.PHONY: help setup test lint bench figures report clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [DATA=auto|embedded]"; echo
@@ -50,6 +50,10 @@ study-%: $(READY) ## a study: results/studies, its notebook and figures, verdict
 
 data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
 	@$(BIN)/python -m scripts.get_data '$*'
+
+bench: $(READY) ## what coordinated ordering costs: results/bench and its figures; SIZE=smoke|quick|full, BENCH=balance …
+	@$(BIN)/python -m scripts.bench $(if $(BENCH),$(BENCH)) $(if $(SIZE),--size $(SIZE))
+	@for notebook in overhead fig8_memory; do $(BIN)/python -m scripts.notebook --in-place $$notebook; done
 
 figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
 	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m scripts.notebook --in-place $$(basename $$notebook .ipynb); done

@@ -93,7 +93,7 @@ class RunLog:
 def environment() -> dict:
     """What a result was made with: host, versions, commit."""
     return {
-        "host": {"cpu": _cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+        "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
         "commit": git_commit(),
     }
@@ -168,7 +168,7 @@ def _installed() -> list[str]:
     return [name for name in PACKAGES if name in present]
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,55 @@
+"""Measure what coordinated ordering costs; `make bench` runs all of it.
+
+    python -m scripts.bench                               # everything, some minutes
+    python -m scripts.bench epoch --size full             # one benchmark, measured longer
+    python -m scripts.bench balance --device cuda         # rows of other devices are kept
+
+Rows go to results/bench/<name>.json (CDGRAB_BENCH names another folder), the notebooks overhead and fig8_memory draw
+them. Leave the machine alone meanwhile: <name>.meta.json tells its load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cdgrab.errors import CdgrabError
+from cdgrab.workers import DEVICES, pick_device
+
+from . import balance, epoch, memory, peers, traffic
+from .measure import SIZES, now, store
+
+BENCHMARKS = {
+    "balance": balance.measure,
+    "epoch": epoch.measure,
+    "traffic": traffic.measure,
+    "memory": memory.measure,
+    "peers": peers.measure,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    try:
+        device = pick_device(options.device).type
+        for name in BENCHMARKS if options.name == "all" else [options.name]:
+            print(f"{name} on {device}", flush=True)
+            began, rows = now(), BENCHMARKS[name](device, options.size)
+            if rows:
+                print(f"  -> {store(name, device, rows, options.size, began)}", flush=True)
+    except CdgrabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="all", choices=(*BENCHMARKS, "all"))
+    parser.add_argument("--size", default="quick", choices=SIZES)
+    parser.add_argument("--device", default="auto", choices=DEVICES)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

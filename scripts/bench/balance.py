@@ -1,0 +1,99 @@
+"""Microseconds per pair position: one sign for every worker.
+
+Contenders: the published code's way (for every worker one inner product, one decision on the host, one addition), our
+kernel on blocks as the order server has them, our kernel on one position at a time; and the floor, the time it takes to
+read the rows twice at the highest bandwidth that this device shows.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from cdgrab import kernels
+
+from .measure import alternately, finish_on, summary
+
+WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
+BLOCK_BYTES = 64 * 2**20
+MOST_POSITIONS = 1024  # of a block
+MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
+BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
+GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
+REPEATS = {"smoke": 2, "quick": 5, "full": 15}
+
+
+def author_style(rows: Tensor, running: Tensor) -> list[int]:
+    """Signs of rows [n, dim] one by one; `running` [dim] moves along."""
+    signs = []
+    for row in rows:
+        sign = 1 if torch.dot(running, row).item() <= 0 else -1
+        running.add_(row, alpha=sign)
+        signs.append(sign)
+    return signs
+
+
+def measure(device: str, size: str) -> list[dict]:
+    """One row per grid point; on a CPU with all cores, then with one thread."""
+    threads_before, rows = torch.get_num_threads(), []
+    cores = sorted({os.cpu_count() or 1, 1}, reverse=True) if device == "cpu" else [threads_before]
+    try:
+        for threads in cores:
+            torch.set_num_threads(threads)
+            bandwidth = measured_bandwidth(device, REPEATS[size])
+            for workers in GRID[size][0]:
+                for dim in GRID[size][1]:
+                    rows.append(_grid_point(device, workers, dim, REPEATS[size], bandwidth) | {"threads": threads})
+                    print("  {threads} threads, {workers} workers, dim {dim}: author-style {author_us} µs, ours "
+                          "{ours_us} µs, floor {floor_us} µs".format(**rows[-1]), flush=True)  # fmt: skip
+    finally:
+        torch.set_num_threads(threads_before)
+    return rows
+
+
+def measured_bandwidth(device: str, repeats: int) -> float:
+    """Bytes per second, the better one of reading (a sum) and copying, each at its best."""
+    source = torch.ones(BANDWIDTH_BYTES[device] // 4, device=device)
+    target = torch.empty_like(source)
+    size = source.numel() * source.element_size()
+    times = alternately({"sum": source.sum, "copy": lambda: target.copy_(source)}, repeats, finish_on(device))
+    return max(size / min(times["sum"]), 2 * size / min(times["copy"]))
+
+
+def _grid_point(device: str, workers: int, dim: int, repeats: int, bandwidth: float) -> dict:
+    position_bytes = workers * dim * 4
+    block = max(1, min(MOST_POSITIONS, BLOCK_BYTES // position_bytes))
+    rows = _rows(block, workers, dim, device)
+    limits = torch.zeros(block, workers, dtype=torch.float64, device=device)
+    running = torch.zeros(1, dim, dtype=torch.float64, device=device)
+    author_running = torch.zeros(dim, device=device)
+    some = max(1, min(block, MOST_ROWS // workers))
+
+    def one_by_one() -> None:
+        for position in range(some):
+            kernels.balance(rows[position : position + 1], running, limits[position : position + 1])
+
+    contenders = {
+        "author_us": (lambda: author_style(rows[:some].flatten(0, 1), author_running), some),
+        "ours_us": (lambda: kernels.balance(rows, running, limits), block),
+        "ours_one_position_us": (one_by_one, some),
+    }
+    seconds = alternately({key: call for key, (call, _) in contenders.items()}, repeats, finish_on(device))
+    row = {"device": device, "workers": workers, "dim": dim}
+    for key, (_, positions) in contenders.items():
+        row |= summary(key, [1e6 * s / positions for s in seconds[key]])
+    return row | {
+        "floor_us": float(f"{1e6 * 2 * position_bytes / bandwidth:.5g}"),
+        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
+        "block_positions": block,
+    }
+
+
+def _rows(positions: int, workers: int, dim: int, device: str) -> Tensor:
+    """Random numbers, repeated where there are very many: drawing gigabytes takes longer than all the rest."""
+    generator = torch.Generator(device).manual_seed(0)
+    count = positions * workers * dim
+    numbers = torch.randn(min(count, 2**24 + 3), generator=generator, device=device)
+    return numbers.repeat(-(-count // len(numbers)))[:count].view(positions, workers, dim)
