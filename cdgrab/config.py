@@ -172,7 +172,8 @@ def _presets(config: DictConfig, source: Source) -> list[str]:
     sizes = _sizes(config, source)
     if config.size not in sizes:
         raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {config.size!r}")
-    return [f"{key}={value}" for key, value in sizes[config.size].items()]
+    # unresolved: a preset may refer to another one, or to what is on the command line
+    return [f"{key}={value}" for key, value in OmegaConf.to_container(sizes[config.size], resolve=False).items()]
 
 
 def _run_directory(config: DictConfig, source: Source, overrides: list[str], presets: list[str]) -> Path:

@@ -31,7 +31,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return "embedded" if self._embedded else self.group.column + METRICS[self.metric]
+        return self.group.column + METRICS[self.metric]
 
     def best(self, sorter: str) -> pd.Series:
         """Each seed's best validation accuracy over the epochs."""
@@ -43,20 +43,15 @@ class Row:
 
     def papers(self) -> dict[str, tuple[float, float]]:
         """Mean and std by sorter; empty for what the paper's table does not have."""
-        if self._embedded:
-            return {}
         numbers = published(EXPERIMENT, self.metric, column=self.group.column)
         last = {PAIR[series]: table.iloc[-1] for series, table in numbers.items()}
         return {sorter: (line["mean"], line["high"] - line["mean"]) for sorter, line in last.items()}
 
-    @property
-    def _embedded(self) -> bool:
-        return self.group.manifests[0]["data"]["embedded"]
-
 
 def rows(sweep: Sweep) -> list[Row]:
     """In the order of the paper's table, then the datasets that it leaves out."""
-    groups = sorted(sweep.groups, key=lambda group: list(LAYOUTS).index(group.column))
+    order = [*LAYOUTS, "embedded"]
+    groups = sorted(sweep.groups, key=lambda group: order.index(group.column))
     return [Row(group, metric) for group in groups for metric in METRICS if metric in group.metrics]
 
 
@@ -140,7 +135,8 @@ def _draw_losses(panel: Axes, shown: list[Row]) -> None:
     for row in shown:
         if row.metric == "val_accuracy":
             ours, baseline = (row.group.curve(sorter, "train_loss")["mean"] for sorter in (OURS, BASELINE))
-            panel.plot(ours.index, 100.0 * (ours / baseline - 1.0), ".-", label=row.name)
+            excess = (100.0 * (ours / baseline - 1.0)).dropna()  # empty when one of the two is missing
+            panel.plot(excess.index, excess, ".-", label=row.name)
     panel.set(xlabel="epoch", ylabel="full train loss, CD-GraB over D-RR (%)")
     panel.legend(fontsize=7)
 

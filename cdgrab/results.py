@@ -78,8 +78,11 @@ class Group:
 
     @property
     def column(self) -> str | float | None:
-        """This group's value of that setting."""
-        return self.manifests[0]["science"].get(self.columns)
+        """This group's value of that setting. Embedded sentences are none of GLUE's datasets."""
+        first = self.manifests[0]
+        if self.columns == "task.dataset" and first["data"]["embedded"]:
+            return "embedded"
+        return first["science"].get(self.columns)
 
     @property
     def like_the_paper(self) -> bool:

@@ -121,6 +121,7 @@ class Trainer:
             throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
             throwaway.order(0)
             throwaway.observe(range(units), unit_gradients)
+            throwaway.order(1)  # by now its signs have been decided: kernels are compiled
 
     # -- state --------------------------------------------------------------------------------------------------------
 

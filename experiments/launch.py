@@ -18,9 +18,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from cdgrab.checks import count
 from cdgrab.config import CONFIGS, ROOT, check_choices, known_names
 from cdgrab.errors import CdgrabError
-from cdgrab.sorters.base import count
 from scripts.launcher import launch
 
 REFUSED = 2

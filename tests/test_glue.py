@@ -357,7 +357,12 @@ def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_pa
     shutil.copytree(gpt2_runs, newer)
     shutil.copytree(folder, newer / "other" / "novels" / "cd_grab-s0")  # in truth the other sorter's, and the newest
     shutil.copytree(folder, newer / "unfinished" / "novels" / "cd_grab-s0")
-    for experiment, changes in (("other", {"ended": "2999"}), ("unfinished", {"ended": "3000", "status": "running"})):
+    shutil.copytree(folder, newer / "smaller" / "novels" / "cd_grab-s0")
+    for experiment, changes in {
+        "other": {"ended": "2999"},
+        "unfinished": {"ended": "3000", "status": "running"},
+        "smaller": {"ended": "3000", "size": "tiny"},
+    }.items():
         path = newer / experiment / "novels" / "cd_grab-s0" / "manifest.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     monkeypatch.setattr(finetuning, "RUNS", newer)
@@ -366,7 +371,7 @@ def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_pa
 
 def test_without_a_checkpoint_one_sentence_says_how_to_make_one(settings, tmp_path):
     with pytest.raises(
-        CdgrabError, match=r"no finished GPT-2 run of sorter riffle and seed 0 .*make reproduce-gpt2-wiki"
+        CdgrabError, match=r"no finished GPT-2 run of sorter riffle, seed 0 and size .*make reproduce-gpt2-wiki"
     ):
         make(settings, "task.encoder=tiny_gpt2", "sorter=riffle")
     with pytest.raises(CdgrabError, match="seed 3"):
@@ -386,7 +391,7 @@ def test_long_texts_lose_the_end_of_the_longer_sentence():
 
 def test_tokens_are_those_of_the_checkpoints_text(settings):
     task = make(settings, "task.dataset=MNLI", "task.encoder=tiny_gpt2")
-    tokenizer = finetuning.load_pretrained(None, "cd_grab", 0, task.source).tokenizer
+    tokenizer = finetuning.load_pretrained(None, "cd_grab", 0, task.config.pretrained_size, task.source).tokenizer
     texts = glue.load(task.source)[0].train.texts
     shortest = min(range(ROWS), key=lambda row: sum(map(len, texts[row])))
     tokens, last, _ = task.fetch("train", torch.tensor(shortest))
@@ -401,7 +406,7 @@ def test_tokens_are_those_of_the_checkpoints_text(settings):
 @pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
 def test_a_smoke_run(settings, tmp_path, kind):
     more = ["size=smoke", "task.batch=8", f"task.encoder={kind}", "task.dataset=MNLI", f"run_dir={tmp_path / 'run'}"]
-    assert train.main([*settings, *more]) == 0
+    assert train.main([*settings, *more, "task.pretrained_size=quick"]) == 0
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert {"train_loss", "val_loss", "val_accuracy", "val_accuracy_mm"} <= lines[-1].keys() and len(lines) == 2
     manifest = read_manifest(tmp_path / "run")

@@ -320,6 +320,7 @@ def test_trained_tokens_are_the_same_every_time_and_give_the_text_back(root):
 
 def test_wikitext_comes_before_novels_and_neither_is_called_the_other(root, monkeypatch):
     monkeypatch.setattr(text_blocks, "VALID", None)
+    monkeypatch.setattr(text_blocks, "TRAIN_LINES", 36)
     novels = text_blocks.locate(root=str(root))
     assert novels.label == "novels" and novels.description == f"{NOVELS} novels" and not novels.papers_own
     (root / "wikitext-103").mkdir()
@@ -351,7 +352,7 @@ def damage_gpt2(root):
     [
         (lambda root: None, None, r"gpt2/vocab.json is missing; get it with `make data-gpt2-wiki103`"),
         (damage_gpt2, None, r"gpt2/vocab.json is damaged: 2 bytes instead of 1,042,301"),
-        (damage_wikitext, 300, r"valid.tokens is damaged"),
+        (damage_wikitext, 300, r"train.tokens is not the training part of WikiText-103: 1 lines instead of"),
         (lambda root: sorted_novels(root)[5].write_bytes(b"\xff\xfe\x00"), 300, "Novel_05.txt cannot be read as UTF-8"),
         (lambda root: [path.unlink() for path in sorted_novels(root)[1:]], 300, "at least two text files"),
     ],

@@ -23,6 +23,7 @@ from ..errors import CdgrabError
 from . import bpe, cifar10, text_blocks, wikitext
 from .download import fetch_missing, install, reason
 from .sources import by_checksum, is_published
+from .text_blocks import count_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -85,10 +86,6 @@ PUBLISHED_103 = {
     "valid.tokens": text_blocks.VALID,
     "test.tokens": (1281077, "56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9"),
 }
-# Lines of train.tokens, and its bytes without the empty lines. No checksum of it was published; this comes from the
-# sizes that the datasets library recorded when it read the original: 545,141,915 bytes, four of them a row for offsets.
-# The same sum gives the sizes of the other five files of WikiText-2 and -103.
-TRAIN_103 = (1_801_350, 545_141_915 - 4 * 1_801_350)
 BLANK = " \n"  # an empty line of the original; the hub's rows have their line ends, except that these are ""
 
 
@@ -102,20 +99,20 @@ def wikitext103(
     root: Path,
     repository: str = WIKITEXT,
     published: Published = PUBLISHED_103,
-    train: tuple[int, int] = TRAIN_103,
+    train_lines: int = text_blocks.TRAIN_LINES,
 ) -> list[Path]:
     """wikitext-103/{train,valid,test}.tokens"""
 
     def write_train(path: Path) -> None:
         _write_text(repository, "wikitext-103-v1", {}, path)
-        if (found := _measure(path)) != train:
+        if (found := count_lines(path)) != train_lines:
             raise CdgrabError(
-                f"the train split of {repository} is not WikiText-103: {found[0]:,} lines of {found[1]:,} bytes "
-                f"in all, instead of {train[0]:,} of {train[1]:,}"
+                f"the train split of {repository} is not WikiText-103: {found:,} lines instead of {train_lines:,}"
             )
 
     def is_right(path: Path) -> bool:
-        return is_published(path, published.get(path.name)) and (path.name in published or _measure(path) == train)
+        known = published.get(path.name)
+        return is_published(path, known) and (known is not None or count_lines(path) == train_lines)
 
     write = functools.partial(_write_text, repository, "wikitext-103-v1", published)
     return install(root / "wikitext-103", {"train.tokens": write_train} | dict.fromkeys(published, write), is_right)
@@ -132,16 +129,6 @@ def _write_text(repository: str, config: str, published: Published, path: Path) 
 def _require_published(path: Path, published: Published, what: str) -> None:
     if not is_published(path, published.get(path.name)):
         raise CdgrabError(f"{what} does not give the published file {path.name}: its size or checksum differs")
-
-
-def _measure(path: Path) -> tuple[int, int]:
-    """Lines, and bytes of those that are not empty."""
-    lines = size = 0
-    with open(path, "rb") as file:
-        for line in file:
-            lines += 1
-            size += len(line) if line.strip() else 0
-    return lines, size
 
 
 # -- GPT-2's tokens ---------------------------------------------------------------------------------------------------

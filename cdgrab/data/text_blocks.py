@@ -17,6 +17,7 @@ from .sources import Source, check_file, data_root, sha256
 
 GET = "get it with `make data-gpt2-wiki103`"
 VALID = (1142309, "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b")  # valid.tokens as published
+TRAIN_LINES = 1_801_350  # of train.tokens, for which no checksum was published
 LEARNT_FROM = 10_000_000  # characters of the training text that tokens are trained on; more changes little
 HELD_OUT_EVERY = 20  # of novels (by file name) and articles (in file order) the 1st, 21st, 41st … are for validation
 
@@ -109,13 +110,22 @@ def _identity(source: Source) -> tuple[dict[str, str], dict]:
         checksums = {path.name: check_file(path, wikitext.PACKAGED, wikitext.REINSTALL)}
     elif source.papers_own:
         train, valid, *_ = source.files
-        checksums = {train.name: check_file(train, None, GET), valid.name: check_file(valid, VALID, GET)}
+        if (found := count_lines(train)) != TRAIN_LINES:
+            raise CdgrabError(
+                f"{train} is not the training part of WikiText-103: {found:,} lines instead of {TRAIN_LINES:,}; {GET}"
+            )
+        checksums = {train.name: sha256(train), valid.name: check_file(valid, VALID, GET)}
     else:
         novels = "".join(f"{sha256(path)}  {path.name}\n" for path in _novels(source.files[0]))
         checksums = {"novels": hashlib.sha256(novels.encode()).hexdigest()}  # of what sha256sum *.txt prints
     code = {module.__name__: sha256(Path(module.__file__)) for module in (bpe, wikitext)}
     code |= {__name__: sha256(Path(__file__)), "tokenizers": tokenizers.__version__}
     return checksums, {"text": checksums, "code": code}
+
+
+def count_lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for _ in file)
 
 
 def _read_lines(source: Source) -> dict[str, list[str]]:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .. import kernels, streams
 from ..balance import kh_penalties, reorder, reorder_pairs
+from ..checks import count, number
 from ..errors import CdgrabError
 from ..order_server import BACKGROUND, OrderServer, in_background
 from ..sketches import make_sketch
 from ..workers import GATHERED_BYTES
-from .base import Sorter, all_finite, count, number
+from .base import Sorter, all_finite
 
 RULES = ("greedy", "walk")
 

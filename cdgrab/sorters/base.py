@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import streams
+from ..checks import count, is_whole
 from ..errors import CdgrabError
 from ..workers import WorkerGroup
 
@@ -58,7 +58,7 @@ class Sorter:
     def order(self, epoch: int) -> Tensor:
         """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
         current epoch gives the same order again."""
-        if _is_whole(epoch) and epoch == self.epoch + 1:
+        if is_whole(epoch) and epoch == self.epoch + 1:
             if self.needs_gradients and self.epoch >= 0 and self.position < self.units:
                 raise CdgrabError(
                     f"order({epoch}) needs all gradients of epoch {self.epoch}: "
@@ -67,7 +67,7 @@ class Sorter:
             self._order = self._next_order(self.epoch + 1)
             self.epoch, self.position = self.epoch + 1, 0
             self._start_epoch()
-        elif not _is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
+        elif not is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
             raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
         return self._order.clone()
 
@@ -183,24 +183,6 @@ class Sorter:
             raise CdgrabError(
                 f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
             )
-
-
-def _is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def count(name: str, value: int, least: int) -> int:
-    if not _is_whole(value) or operator.index(value) < least:
-        raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return operator.index(value)
-
-
-def number(name: str, value: float, above: float, below: float = math.inf) -> float:
-    """`value` as a float, refused in one sentence unless it lies between the two."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    if not sound or not above < value < below:
-        raise CdgrabError(f"{name} must be a number between {above:g} and {below:g}, got {value!r}")
-    return float(value)
 
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:

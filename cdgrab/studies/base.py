@@ -23,11 +23,11 @@ from pathlib import Path
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
+from ..checks import count
 from ..config import compose_config
 from ..errors import CdgrabError
 from ..results import RESULTS
 from ..runlog import append_line, environment, now, read_manifest, read_metrics, write_atomically
-from ..sorters.base import count
 from .verdicts import Verdict
 
 NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -78,6 +79,11 @@ def add_totals(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + value.double()
     return total
+
+
+def perplexity(mean_loss: float) -> float:
+    """Infinity, not an exception, for a model that has diverged."""
+    return math.exp(mean_loss) if mean_loss < 700 else math.inf
 
 
 def initialised(build: Callable[[], nn.Module], seed: int, dtype: str, device: torch.device) -> nn.Module:

@@ -71,8 +71,8 @@ class Pretrained:
         return arrays["tokens"], arrays["last"]
 
 
-def load_pretrained(directory: str | None, sorter: str, seed: int, source: Source) -> Pretrained:
-    """From a run's folder, or from the newest finished run of this sorter and seed. Runs on embedded text are for
+def load_pretrained(directory: str | None, sorter: str, seed: int, size: str, source: Source) -> Pretrained:
+    """From a run's folder, or from the newest finished run of this sorter, seed and size. Runs on embedded text are for
     embedded sentences, and the others for files."""
     from ..runlog import read_manifest  # run logs know all tasks, so this module cannot know them when it is loaded
 
@@ -80,24 +80,25 @@ def load_pretrained(directory: str | None, sorter: str, seed: int, source: Sourc
         found = Path(directory)
     else:
         runs = [path.parent for path in RUNS.glob(f"*/*/{sorter}-s{seed}/{checkpoint.FILE}")]
-        found = _newest({run: read_manifest(run) for run in runs}, sorter, seed, source.embedded)
+        found = _newest({run: read_manifest(run) for run in runs}, sorter, seed, size, source.embedded)
     embedded = read_manifest(found).get("data", {}).get("embedded", source.embedded)
     # Its text is looked for where the sentences are: <root>/glue/<dataset>/train.tsv
     root = None if source.embedded else str(source.files[0].parents[2])
     return Pretrained(found, *pretrained(found, "embedded" if embedded else "auto", root))
 
 
-def _newest(manifests: dict[Path, dict], sorter: str, seed: int, embedded: bool) -> Path:
+def _newest(manifests: dict[Path, dict], sorter: str, seed: int, size: str, embedded: bool) -> Path:
     fitting = {
         run: manifest["ended"]
         for run, manifest in manifests.items()
-        if manifest.get("status") == "finished" and manifest["data"]["embedded"] == embedded
+        if manifest.get("status") == "finished" and (manifest["size"], manifest["data"]["embedded"]) == (size, embedded)
     }
     if not fitting:
         text, option = ("embedded", " DATA=embedded") if embedded else ("real", "")
         raise CdgrabError(
-            f"there is no finished GPT-2 run of sorter {sorter} and seed {seed} on {text} text: make one with "
-            f"`make reproduce-gpt2-wiki103{option}`, name one with task.checkpoint=, or use task.encoder=frozen"
+            f"there is no finished GPT-2 run of sorter {sorter}, seed {seed} and size {size} on {text} text: make one "
+            f"with `make reproduce-gpt2-wiki103 SIZE={size}{option}`, name one with task.checkpoint=, or use "
+            "task.encoder=frozen"
         )
     return max(fitting, key=fitting.get)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import streams
+from ..checks import counts
 from ..data import encoder, glue
 from ..data.sources import Source, sha256
 from ..errors import CdgrabError
@@ -119,7 +120,9 @@ def _frozen(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, 
 def _tiny_gpt2(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, device: torch.device) -> Encoded:
     config = task.config
     wanted_seed = seed if config.pretrained_seed is None else config.pretrained_seed
-    pretrained = load_pretrained(config.checkpoint, config.pretrained_by, wanted_seed, task.source)
+    pretrained = load_pretrained(
+        config.checkpoint, config.pretrained_by, wanted_seed, config.pretrained_size, task.source
+    )
     inputs = {
         split: tuple(
             torch.as_tensor(array, device=device) for array in pretrained.tokenise(some, texts_key | {"split": split})
@@ -144,6 +147,4 @@ def _refuse_bad_settings(config: DictConfig) -> None:
     for key, allowed in (("encoder", tuple(ENCODERS)), ("pooling", encoder.POOLINGS)):
         if config[key] not in allowed:
             raise CdgrabError(f"task.{key} must be {' or '.join(allowed)}, got {config[key]!r}")
-    limit = config.validation_limit
-    if limit is not None and not (isinstance(limit, int) and limit >= 1):
-        raise CdgrabError(f"task.validation_limit must be a whole number of at least 1, got {limit!r}")
+    counts(config, {"validation_limit": 1}, may_be_null=("validation_limit",))

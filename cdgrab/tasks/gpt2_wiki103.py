@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -14,10 +13,11 @@ from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 from .. import checkpoint
+from ..checks import counts
 from ..data import bpe, text_blocks
 from ..data.sources import Source
 from ..errors import CdgrabError
-from .base import DTYPES, Task, add_totals, initialised
+from .base import DTYPES, Task, add_totals, initialised, perplexity
 from .tiny_gpt2 import TinyGpt2
 
 SIZES = ("context", "width", "layers", "heads")
@@ -69,8 +69,8 @@ class Gpt2Wiki103(Task):
         return {
             "train_loss": train["loss"] / train["count"],
             "val_loss": valid_loss,
-            "val_ppl": _exp(valid_loss),
-            "val_ppl_authors": _exp(test["loss"] / max(test["count"] - 1, 1)),
+            "val_ppl": perplexity(valid_loss),
+            "val_ppl_authors": perplexity(test["loss"] / max(test["count"] - 1, 1)),
         }
 
     def _totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
@@ -102,20 +102,10 @@ def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> 
     return model, tokenizer
 
 
-def _exp(value: float) -> float:
-    """Infinity, not an exception, for a model that has diverged."""
-    return math.exp(value) if value < 700 else math.inf
-
-
 def _refuse_bad_settings(config: DictConfig) -> None:
     least = {"context": 2, "width": 1, "layers": 1, "heads": 1, "vocabulary": bpe.BYTES}
     least |= dict.fromkeys(("truncate_lines", "limit", "valid_limit"), 1)
-    may_be_null = ("vocabulary", "truncate_lines", "limit", "valid_limit")
-    for key, smallest in least.items():
-        value = config[key]
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= smallest
-        if not (whole or value is None and key in may_be_null):
-            raise CdgrabError(f"task.{key} must be a whole number of at least {smallest}, got {value!r}")
+    counts(config, least, may_be_null=("vocabulary", "truncate_lines", "limit", "valid_limit"))
     if config.width % config.heads:
         raise CdgrabError(f"task.width={config.width} cannot be split evenly over task.heads={config.heads}")
     if config.vocabulary and config.vocabulary > bpe.MOST:

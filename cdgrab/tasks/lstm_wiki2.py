@@ -9,10 +9,11 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..checks import counts
 from ..data import wikitext
 from ..data.sources import Source
 from ..errors import CdgrabError
-from .base import DTYPES, Task, initialised
+from .base import DTYPES, Task, initialised, perplexity
 
 EVALUATED_AT_ONCE = {"cpu": 560, "cuda": 16384}  # words; each has a score for every word of the vocabulary
 Carry = tuple[Tensor, Tensor]  # hidden and cell state, [layers, columns, hidden] each
@@ -126,8 +127,8 @@ class LstmWiki2(Task):
         words_per_chunk = self.config.chunk_length * self.test_units
         return {
             "train_loss": train["loss"] / train["count"],
-            "test_ppl": _exp(test["loss"] / test["count"]),
-            "test_ppl_authors": _exp(test["full_chunks"] / words_per_chunk / (self._test_chunks - 1)),
+            "test_ppl": perplexity(test["loss"] / test["count"]),
+            "test_ppl_authors": perplexity(test["full_chunks"] / words_per_chunk / (self._test_chunks - 1)),
         }
 
     def _zeros(self, *shape: int) -> Carry:
@@ -145,16 +146,11 @@ class LstmWiki2(Task):
         if not inputs.numel():  # more workers than test columns
             return torch.zeros(inputs.shape, device=self._device)
         carry = self._zeros(self.config.layers, inputs.shape[1], self.config.hidden)
-        pieces, length = [], EVALUATED_AT_ONCE[self._device.type] // inputs.shape[1]
+        pieces, length = [], max(1, EVALUATED_AT_ONCE[self._device.type] // inputs.shape[1])
         for piece in zip(inputs.split(length), targets.split(length), strict=True):
             losses, carry = self._losses(parameters, carry, *piece)
             pieces.append(losses)
         return torch.cat(pieces)
-
-
-def _exp(value: float) -> float:
-    """Infinity, not an exception, for a model that has diverged."""
-    return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def _refuse_bad_settings(config: DictConfig) -> None:
@@ -162,7 +158,4 @@ def _refuse_bad_settings(config: DictConfig) -> None:
         raise CdgrabError("workers of lstm_wiki2 own columns of the text: task.partition must be contiguous")
     if not isinstance(config.reset_hidden, bool):
         raise CdgrabError(f"task.reset_hidden must be true or false, got {config.reset_hidden!r}")
-    for key in ("chunk_length", "hidden", "layers", "test_columns", "limit"):
-        value = config[key]
-        if not (isinstance(value, int) and value >= 1 or key == "limit" and value is None):
-            raise CdgrabError(f"task.{key} must be a whole number of at least 1, got {value!r}")
+    counts(config, dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns", "limit"), 1), ("limit",))

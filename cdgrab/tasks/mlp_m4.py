@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .. import streams
+from ..checks import counts
 from ..data import m4
 from ..data.sources import Source
 from ..errors import CdgrabError
@@ -21,6 +22,7 @@ class MlpM4(Task):
     name = "mlp_m4"
 
     def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+        counts(config, dict.fromkeys(("window_in", "window_out", "stride", "hidden"), 1))
         self.config, self.source = config, source
         series, checksums = m4.load(source)
         source.checksums.update(checksums)

@@ -1,0 +1,36 @@
+"""Values that people type, refused in one sentence when they make no sense."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+
+from omegaconf import DictConfig
+
+from .errors import CdgrabError
+
+
+def is_whole(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def count(name: str, value: int, least: int) -> int:
+    if not is_whole(value) or operator.index(value) < least:
+        raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return operator.index(value)
+
+
+def number(name: str, value: float, above: float, below: float = math.inf) -> float:
+    """`value` as a float, refused in one sentence unless it lies between the two."""
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    if not sound or not above < value < below:
+        raise CdgrabError(f"{name} must be a number between {above:g} and {below:g}, got {value!r}")
+    return float(value)
+
+
+def counts(config: DictConfig, least: dict[str, int], may_be_null: Iterable[str] = ()) -> None:
+    """Every named key of a task's config is a whole number of at least so much, or null where that is allowed."""
+    for key, smallest in least.items():
+        if not (config[key] is None and key in may_be_null):
+            count(f"task.{key}", config[key], smallest)
