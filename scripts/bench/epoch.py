@@ -29,8 +29,8 @@ SHORTER = {
     "lstm_wiki2": ("fig3b_lstm_wiki2", {"smoke": "task.limit=4", "quick": "task.limit=100", "full": "task.limit=400"}),
     "mlp_m4": ("fig3c_mlp_m4", {"smoke": "task.limit=640", "quick": "task.limit=16384"}),
 }
-EPOCHS = {"smoke": 2, "quick": 7, "full": 15}
-LEAST_SECONDS = {"smoke": 0.0, "quick": 4.0, "full": 20.0}  # of a sorter's epochs together: short ones are repeated
+EPOCHS = {"smoke": 2, "quick": 5, "full": 15}
+LEAST_SECONDS = {"smoke": 0.0, "quick": 2.0, "full": 20.0}  # of a sorter's epochs together: short ones are repeated
 
 
 def measure(device: str, size: str) -> list[dict]:

@@ -33,8 +33,8 @@ from .measure import finish_on, summary
 
 BATCH, MOMENTUM = 16, 0.9
 PEERS = {"grab": "MeanBalance", "grab_pair": "PairBalance"}
-EPOCHS = {"smoke": 2, "quick": 8, "full": 30}
-SEEDS = {"smoke": 1, "quick": 4, "full": 10}
+EPOCHS = {"smoke": 2, "quick": 6, "full": 30}
+SEEDS = {"smoke": 1, "quick": 3, "full": 10}
 LEARNING_RATES = {"lr_hmda": 0.01, "digits_mlp": 0.01}
 INSTALL = "pip install --no-deps grab-sampler==0.1.3 absl-py overrides scipy joblib cloudpickle threadpoolctl"
 
