@@ -26,7 +26,7 @@ def network() -> nn.Module:
     )
 
 
-def main(sparsifier: str = "exdyna", density: str = "0.01") -> None:
+def main(sparsifier: str = "exdyna", density: str = "0.01") -> float:
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -54,6 +54,7 @@ def main(sparsifier: str = "exdyna", density: str = "0.01") -> None:
                 f"{sent:,} bytes a step (dense: {dense:,})"
             )
     dist.destroy_process_group()
+    return float(accuracy)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ follow the loads. Partitions go round: worker w has partition (t + w) mod worker
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,16 @@ from .base import Sparsifier
 from .counting import count_reaching, counted_threshold
 from .hard_threshold import SMALLEST, first_guess, reaching
 from .partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
+from .topk import largest
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # about so many passing coordinates are counted; of more a part, which is as good
 GAIN = 0.1  # of the proportional rule
 COUNT_AGAIN = 2.0  # a density off by this factor is corrected at once instead of step by step
 COUNT_APART = 8  # iterations between two such corrections
-KEPT_LOAD = 0.9  # of the running mean of the blocks' loads, from one iteration to the next
+MOST = 1.1  # times its fair share that a worker may send: with few coordinates each, chance alone gives more to some
+AIM_GAIN, MOST_AIM = 0.5, 2.0  # with which all make up for workers that hold back
+KEPT_LOAD = 0.8  # of the running mean of the blocks' loads, from one iteration to the next
 
 
 def paper_rule(threshold: float, ratio: float) -> float:
@@ -47,14 +52,15 @@ class ExDyna(Sparsifier):
         Residuals that reach the threshold together make it oscillate at low densities.
       paper: starts from 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
     rule: how partitions follow the loads.
-      balanced: cut where the blocks' recent loads say. paper, relative: neighbours exchange single blocks. static.
+      balanced: cut where the blocks' recent loads say, and no worker sends more than 1.1 times its fair share.
+      paper, relative: neighbours exchange single blocks. static: never.
     blocks: what partitions are made of.
     """
 
     label = "ExDyna"
     options = (*Sparsifier.options, "rule", "threshold", "blocks")
     exclusive = True
-    shared = ("_value", "_runs", "_loads", "_counted_at", "_off")
+    shared = ("_value", "_runs", "_loads", "_aim", "_counted_at", "_off")
 
     def __init__(self, *, rule: str = "balanced", threshold: str = "counted", blocks: int = 1024, **settings) -> None:
         super().__init__(**settings)
@@ -67,6 +73,9 @@ class ExDyna(Sparsifier):
         self._edges = block_edges(self.dim, self.blocks)
         self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
         self._loads: list[float] = []  # running mean of what is selected in each block
+        fair = self.target / self.workers
+        self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
+        self._aim = 1.0  # times the target that has to reach the threshold so that the target is sent
         self._value = first_guess(self.target)
         self._used = self._value
         self._counted_at = -1  # never
@@ -82,6 +91,8 @@ class ExDyna(Sparsifier):
             partition = (self.iteration + worker) % self.workers
             start, end = edges[partition], edges[partition + 1]
             indices = start + reaching(row[start:end], self._value)
+            if self._most and len(indices) > self._most:  # the others wait for a later turn
+                indices = indices[largest(row[indices], self._most)]
             if not len(indices) and end > start:
                 indices = torch.tensor([start + self.iteration % (end - start)], device=row.device)
             found.append(indices)
@@ -118,7 +129,7 @@ class ExDyna(Sparsifier):
             return self.group.total(count_reaching(own, values).to(self._index_type)).tolist()
 
         last = None if self._counted_at < 0 else self._value
-        return counted_threshold(counts, self.target / every, last), sent
+        return counted_threshold(counts, self._aim * self.target / every, last), sent
 
     def _threshold(self) -> float:
         return self._used
@@ -134,6 +145,7 @@ class ExDyna(Sparsifier):
             self._value = proportional_rule(self._value, ratio)
         self._value = max(self._value, SMALLEST)
         if self.rule == "balanced":
+            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM)
             self._runs = balanced(self._running_loads(), self.workers)
         else:
             by_partition = [counts[(partition - self.iteration) % self.workers] for partition in range(self.workers)]
