@@ -1,8 +1,9 @@
 """CD-GraB: coordinated distributed gradient balancing, as a library and a reproduction suite."""
 
-from . import herding
+from . import herding, sparsify
 from .errors import CdgrabError
 from .sorters import SORTERS, make_sorter
+from .sparsify import SPARSIFIERS, make_sparsifier
 
 __version__ = "0.1.0"
-__all__ = ["SORTERS", "CdgrabError", "herding", "make_sorter"]
+__all__ = ["SORTERS", "SPARSIFIERS", "CdgrabError", "herding", "make_sorter", "make_sparsifier", "sparsify"]

@@ -121,6 +121,26 @@ class WorkerGroup:
             self.traffic.sent += 2 * _bytes(tensor) * (self.world_size - 1) // self.world_size
         return tensor
 
+    def gather_uneven(self, rows: list[Tensor]) -> list[Tensor]:
+        """One vector for each worker hosted here, of any length -> the vectors of all workers, on every process.
+
+        They travel padded to the longest: collectives take rows of one length only.
+        """
+        if self.world_size == 1:
+            return rows
+        counts = self.gather(torch.tensor([len(row) for row in rows], dtype=torch.int32, device=rows[0].device))
+        counts = counts.tolist()
+        padded = torch.stack([torch.cat([row, row.new_zeros(max(counts) - len(row))]) for row in rows])
+        return [row[:count] for row, count in zip(self.gather(padded), counts, strict=True)]
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        """What the process that hosts `worker` passes as `tensor`, on every process. It is overwritten elsewhere."""
+        if self.world_size > 1:
+            host = worker // self.local_workers
+            dist.broadcast(tensor, group_src=host, group=self.channel)
+            self.traffic.sent += _bytes(tensor) * (self.rank != (host - 1) % self.world_size)  # passed on in a ring
+        return tensor
+
     def separate(self) -> WorkerGroup:
         """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
         return replace(self, channel=dist.new_group(backend="gloo")) if self.world_size > 1 else self
@@ -158,6 +178,12 @@ def connect(workers: int) -> WorkerGroup:
     if group.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return group
+
+
+def one_worker_per_process(channel: object = None) -> WorkerGroup:
+    """The processes that are connected already, each hosting one worker; `channel`: those of a process group."""
+    processes = dist.get_world_size(channel)
+    return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)
 
 
 def disconnect() -> None:

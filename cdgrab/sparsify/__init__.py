@@ -1,0 +1,77 @@
+"""Sparsifiers by name, and a hook for DistributedDataParallel."""
+
+from __future__ import annotations
+
+from ..errors import CdgrabError
+from ..workers import WorkerGroup, one_worker_per_process
+from .base import Sparsifier, Stats
+from .cltk import CyclicLocalTopK
+from .ddp import Hook
+from .deft import DEFT
+from .dense import Dense
+from .exdyna import ExDyna
+from .hard_threshold import HardThreshold
+from .micro import MiCRO
+from .sidco import SIDCo
+from .topk import TopK
+
+SPARSIFIERS: dict[str, type[Sparsifier]] = {
+    "dense": Dense,
+    "topk": TopK,
+    "cltk": CyclicLocalTopK,
+    "hard_threshold": HardThreshold,
+    "sidco": SIDCo,
+    "deft": DEFT,
+    "micro": MiCRO,
+    "exdyna": ExDyna,
+}
+
+
+def sparsifier_options(name: str) -> tuple[str, ...]:
+    """Option names that the sparsifier takes beyond workers, dim, density and group."""
+    return _class(name).options
+
+
+def make_sparsifier(
+    name: str, *, workers: int, dim: int, density: float = 0.01, group: WorkerGroup | None = None, **options
+) -> Sparsifier:
+    """A sparsifier by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
+
+    Options: `error_feedback` (true | false) for all but dense; `value` for hard_threshold; `layers` for deft;
+    `threshold` (proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative | static) and
+    `blocks` for exdyna.
+    """
+    known = sparsifier_options(name)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise CdgrabError(f"sparsifier {name} has no option {', '.join(unknown)}; {takes}")
+    return _class(name)(workers=workers, dim=dim, density=density, group=group, **options)
+
+
+def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
+    """Let a DistributedDataParallel `model` average its gradients by the sparsifier of this name.
+
+    Returns the hook, whose `stats`, `state_dict` and `load_state_dict` are those of its sparsifier. Residuals differ
+    from rank to rank: every rank saves its own. For deft, the model's parameters are the layers.
+    """
+    if not callable(getattr(model, "register_comm_hook", None)):
+        raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() for parameter in parameters]
+    if "layers" in sparsifier_options(name):
+        options.setdefault("layers", sizes)
+    group = one_worker_per_process(model.process_group)
+    sparsifier = make_sparsifier(name, workers=group.workers, dim=sum(sizes), density=density, group=group, **options)
+    hook = Hook(parameters, sparsifier)
+    model.register_comm_hook(hook, Hook.communicate)
+    return hook
+
+
+def _class(name: str) -> type[Sparsifier]:
+    if name not in SPARSIFIERS:
+        raise CdgrabError(f"unknown sparsifier {name!r}; the sparsifiers are {', '.join(SPARSIFIERS)}")
+    return SPARSIFIERS[name]
+
+
+__all__ = ["SPARSIFIERS", "Hook", "Sparsifier", "Stats", "ddp_hook", "make_sparsifier", "sparsifier_options"]

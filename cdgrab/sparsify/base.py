@@ -1,0 +1,223 @@
+"""What a sparsifier is: the workers' gradients in, one averaged update with few non-zero coordinates out.
+
+Every worker adds its gradient to what it has not sent yet (error feedback), and selects coordinates. All workers
+contribute their values at every coordinate that anyone selected (the union), and forget what they sent. Checks,
+exchange, residuals and state live here; which coordinates a worker selects is up to the subclasses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import CdgrabError
+from ..exchange import Mean, tree_sum
+from ..sorters.base import all_finite, count
+from ..workers import WorkerGroup
+
+STATE_VERSION = 1
+
+
+class Stats(dict):
+    """Numbers of the last call, by key or as attributes.
+
+    density: of the update; counts: coordinates selected, per worker; threshold: None where there is none;
+    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices;
+    bytes: what a worker sends, on average, if every worker is a process of its own and collectives are rings.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"no {name} in the statistics of the last call: {', '.join(self) or 'there was none'}")
+
+
+class Sparsifier:
+    """A subclass implements `select` and, when it adapts, `_prepare` and `_learn`.
+
+    Tensors that belong to a worker are listed in `per_worker` (first dimension: this process's workers), plain values
+    that all workers share in `shared`; both are attribute names and make up the state.
+    """
+
+    label: str = ""
+    options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
+    exclusive: bool = False  # workers never select the same coordinate
+    per_worker: tuple[str, ...] = ("_residual",)
+    shared: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        dim: int,
+        density: float = 0.01,
+        error_feedback: bool = True,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        self.workers, self.dim = count("workers", workers, 1), count("dim", dim, 1)
+        if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+            raise CdgrabError(f"density must be a number above 0 and at most 1, got {density!r}")
+        if not isinstance(error_feedback, bool):
+            raise CdgrabError(f"error_feedback must be true or false, got {error_feedback!r}")
+        self.density, self.error_feedback = float(density), error_feedback
+        self.target = max(1, int(density * dim))  # coordinates to send
+        self.group = group or WorkerGroup(workers)
+        if self.group.workers != workers:
+            raise CdgrabError(f"the worker group has {self.group.workers} workers, the sparsifier {workers}")
+        self.local_workers = self.group.local_workers
+        self.iteration = 0
+        self.stats = Stats()
+        self.selected: list[Tensor] = []  # the coordinates of each worker, of all of them, in the last call
+        self._residual = torch.empty(self.local_workers, 0)  # made when the first gradients come
+        self._index_type = torch.int32 if dim < 2**31 else torch.int64
+
+    # -- the interface ------------------------------------------------------------------------------------------------
+
+    def reduce(self, gradients: Tensor) -> Tensor:
+        """gradients [local workers, dim] -> their average over all workers at the union, 0 elsewhere: [dim].
+
+        All processes call this together. A refused call changes nothing, on any process.
+        """
+        gradients = self._checked(gradients)
+        accumulated = self._accumulate(gradients)
+        extra_bytes = self._prepare(accumulated)
+        selected, index_bytes = self._share(self.select(accumulated))
+        union = self._union(selected)
+        sums = tree_sum(accumulated.index_select(1, union))
+        average = Mean(self.group, len(union), sums.element_size())(sums)
+        update = accumulated.new_zeros(self.dim).index_copy_(0, union, average)
+        if self.error_feedback:
+            accumulated.index_fill_(1, union, 0)
+        counts = [len(indices) for indices in selected]
+        value_bytes = self._summed_bytes(len(union) * sums.element_size())
+        self._record(counts, len(union), self._gathered_bytes(1) + extra_bytes + index_bytes + value_bytes)
+        self.selected = selected
+        self._learn(counts)
+        self.iteration += 1
+        return update.to(gradients.dtype)
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        """accumulated [local workers, dim] -> the coordinates each of them wants to send. Changes nothing."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict:
+        """Everything needed to go on from here: plain values and tensors only."""
+        return {
+            "identity": self._identity(),
+            "iteration": self.iteration,
+            "per_worker": {name: getattr(self, name).clone() for name in self.per_worker},
+            "shared": {name: _copied(getattr(self, name)) for name in self.shared},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
+        if not isinstance(state, dict) or not {"identity", "iteration", "per_worker", "shared"} <= state.keys():
+            raise CdgrabError("this is not the state of a sparsifier")
+        mine, theirs = self._identity(), dict(state["identity"])
+        if mine != theirs:
+            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+            details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
+            raise CdgrabError(f"this state belongs to another sparsifier: {details}")
+        rows = {len(value) for value in state["per_worker"].values()}
+        names = (set(state["per_worker"]), set(state["shared"]))
+        if names != (set(self.per_worker), set(self.shared)) or rows not in ({self.local_workers}, {self.workers}):
+            raise CdgrabError("this state is incomplete: it lacks values or workers")
+        for name in self.per_worker:
+            value = state["per_worker"][name]
+            setattr(self, name, (value if len(value) == self.local_workers else value[self.group.local]).clone())
+        for name in self.shared:
+            setattr(self, name, _copied(state["shared"][name]))
+        self.iteration = state["iteration"]
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def _prepare(self, accumulated: Tensor) -> int:
+        """Called before `select`, may ask the other workers. Returns the bytes a worker sent for it."""
+        return 0
+
+    def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
+        """Each local worker's coordinates -> those of all workers, and the bytes a worker sent for it."""
+        everybody = self.group.gather_uneven([indices.to(self._index_type) for indices in mine])
+        longest = max(len(indices) for indices in everybody)
+        sent = self._gathered_bytes(4 + longest * self._index_type.itemsize)  # counts, then padded indices
+        return [indices.long() for indices in everybody], sent
+
+    def _learn(self, counts: list[int]) -> None:
+        """Adapt to what was selected, the same on all processes; counts: of all workers."""
+
+    def _threshold(self) -> float | None:
+        """The threshold of the last `select`."""
+        return None
+
+    def _options(self) -> dict:
+        """Settings that change the result, beyond those of every sparsifier."""
+        return {}
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _worker_ids(self) -> range:
+        return range(self.workers)[self.group.local]
+
+    def _gathered_bytes(self, each: int) -> int:
+        """Sent by a worker when all gather `each` bytes from everybody."""
+        return (self.workers - 1) * each
+
+    def _summed_bytes(self, size: int) -> int:
+        """Sent by a worker when all sum `size` bytes."""
+        return 2 * (self.workers - 1) * size // self.workers
+
+    def _record(self, counts: list[int], union: int, sent: int) -> None:
+        self.stats = Stats(
+            density=union / self.dim,
+            counts=counts,
+            threshold=self._threshold(),
+            imbalance=self.workers * max(counts) / max(1, sum(counts)) - 1,
+            bytes=sent,
+        )
+
+    def _identity(self) -> dict:
+        return {
+            "version": STATE_VERSION,
+            "sparsifier": type(self).__name__,
+            "workers": self.workers,
+            "dim": self.dim,
+            "density": self.density,
+            "error_feedback": self.error_feedback,
+            **self._options(),
+        }
+
+    def _union(self, selected: list[Tensor]) -> Tensor:
+        if self.exclusive:
+            return torch.cat(selected)
+        taken = torch.zeros(self.dim, dtype=torch.bool, device=selected[0].device)
+        for indices in selected:
+            taken[indices] = True
+        return taken.nonzero().squeeze(1)
+
+    def _accumulate(self, gradients: Tensor) -> Tensor:
+        """Residuals plus gradients, which with error feedback is where the residuals are kept."""
+        dtype = torch.promote_types(gradients.dtype, torch.float32)  # 16 bits would lose what is fed back
+        if not self.error_feedback:
+            return gradients.to(dtype)
+        if not self._residual.numel():
+            self._residual = torch.zeros(self.local_workers, self.dim, dtype=dtype, device=gradients.device)
+        self._residual = self._residual.to(gradients.device, dtype).add_(gradients)
+        return self._residual
+
+    def _checked(self, gradients: Tensor) -> Tensor:
+        if not isinstance(gradients, Tensor) or not gradients.is_floating_point():
+            raise CdgrabError("gradients must be a tensor of floating-point numbers")
+        if tuple(gradients.shape) != (self.local_workers, self.dim):
+            raise CdgrabError(
+                f"gradients must have shape [workers, dim] = {[self.local_workers, self.dim]}, "
+                f"got {list(gradients.shape)}"
+            )
+        gradients = gradients.detach()
+        finite = torch.tensor([all_finite(gradients)], dtype=torch.uint8, device=gradients.device)
+        if not self.group.gather(finite).all():  # all processes refuse together
+            raise CdgrabError(f"gradients must be finite; those of iteration {self.iteration} are not")
+        return gradients
+
+
+def _copied(value: object) -> object:
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,98 @@
+"""DEFT: layers are dealt out to the workers, and each selects the largest of its layers only.
+
+How many coordinates a layer gets follows its norm, who takes it follows the cost of selecting them. Both come from the
+norms that one worker sees, the workers taking turns, so that all agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import CdgrabError
+from ..sorters.base import count
+from .base import Sparsifier
+from .topk import largest
+
+
+def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:
+    """Where layers begin and end, those longer than a worker's share of the vector split evenly."""
+    found, start, dim = [], 0, sum(layers)
+    for size in layers:
+        parts = -(-size * workers // dim)
+        edges = [start + part * size // parts for part in range(parts + 1)]
+        found += zip(edges, edges[1:], strict=False)
+        start += size
+    return found
+
+
+def allot(total: int, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`total` coordinates in proportion to `weights`, no piece above its size, rounded by largest remainder."""
+    shares = np.zeros(len(sizes))
+    full = np.zeros(len(sizes), dtype=bool)
+    while True:
+        left = total - sizes[full].sum()
+        open_weights = np.where(full, 0.0, weights)
+        if not open_weights.any():  # norms are zero: by size
+            open_weights = np.where(full, 0.0, sizes)
+        shares = np.where(full, sizes, left * (open_weights / max(open_weights.sum(), np.finfo(float).tiny)))
+        over = ~full & (shares >= sizes)
+        if not over.any():
+            break
+        full |= over
+    counts = np.floor(shares).astype(np.int64)
+    by_remainder = np.argsort(counts - shares, kind="stable")
+    counts[by_remainder[: total - counts.sum()]] += 1
+    return counts
+
+
+def deal(costs: np.ndarray, workers: int) -> list[int]:
+    """An owner for every piece: the most expensive first, to whom has least so far."""
+    owners, burden = [0] * len(costs), [0.0] * workers
+    for piece in np.argsort(-costs, kind="stable").tolist():
+        owners[piece] = min(range(workers), key=burden.__getitem__)
+        burden[owners[piece]] += costs[piece]
+    return owners
+
+
+class DEFT(Sparsifier):
+    label = "DEFT"
+    options = (*Sparsifier.options, "layers")
+    exclusive = True
+
+    def __init__(self, *, layers: Sequence[int] | None = None, **settings) -> None:
+        """layers: sizes of the parameter tensors, in their order in the vector; by default all is one layer."""
+        super().__init__(**settings)
+        self.layers = [count("a layer's size", size, 1) for size in ([self.dim] if layers is None else layers)]
+        if sum(self.layers) != self.dim:
+            raise CdgrabError(f"layers must sum to dim = {self.dim}, got {sum(self.layers)}")
+        self.pieces = pieces(self.layers, self.workers)
+        self._sizes = np.array([end - start for start, end in self.pieces])
+        self._counts: list[int] = []  # of each piece in this iteration
+        self._owners: list[int] = []
+
+    def _prepare(self, accumulated: Tensor) -> int:
+        leader = self.iteration % self.workers
+        norms = torch.zeros(len(self.pieces), dtype=torch.float64, device=accumulated.device)
+        if leader in self._worker_ids():
+            row = accumulated[leader - self.group.local.start]
+            norms = torch.stack([row[start:end].norm(dtype=torch.float64) for start, end in self.pieces])
+        counts = allot(self.target, self.group.from_worker(leader, norms).cpu().numpy(), self._sizes)
+        costs = self._sizes * np.log2(np.maximum(counts, 2)) * (counts > 0)  # a piece is read at least once
+        self._counts, self._owners = counts.tolist(), deal(costs, self.workers)
+        return math.ceil((self.workers - 1) * 8 * len(self.pieces) / self.workers)
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        nothing = torch.empty(0, dtype=torch.long, device=accumulated.device)
+        found = {worker: [nothing] for worker in self._worker_ids()}
+        for (start, end), k, owner in zip(self.pieces, self._counts, self._owners, strict=True):
+            if owner in found and k:
+                found[owner].append(start + largest(accumulated[owner - self.group.local.start, start:end], k))
+        return [torch.cat(parts) for parts in found.values()]
+
+    def _options(self) -> dict:
+        return {"layers": self.layers}

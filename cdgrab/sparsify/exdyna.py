@@ -1,0 +1,165 @@
+"""ExDyna: every worker selects in a partition of its own, by one threshold for all.
+
+A worker reads 1/workers of the vector only, workers never select the same coordinate, and the sizes of the partitions
+follow the loads. Partitions go round: worker w has partition (t + w) mod workers in iteration t.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import CdgrabError
+from ..sorters.base import count
+from .base import Sparsifier
+from .counting import count_reaching, counted_threshold
+from .hard_threshold import SMALLEST, first_guess, reaching
+from .partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
+from .topk import largest
+
+THRESHOLDS = ("counted", "proportional", "paper", "fixed")
+COUNTED = 4096  # about so many passing coordinates are counted; of more a part, which is as good
+GAIN = 0.1  # of the proportional rule
+COUNT_AGAIN = 2.0  # a density off by this factor is corrected at once instead of step by step
+COUNT_APART = 8  # iterations between two such corrections
+MOST = 1.1  # times its fair share that a worker may send: with few coordinates each, chance alone gives more to some
+AIM_GAIN, MOST_AIM = 0.5, 2.0  # with which all make up for workers that hold back
+KEPT_LOAD = 0.8  # of the running mean of the blocks' loads, from one iteration to the next
+
+
+def paper_rule(threshold: float, ratio: float) -> float:
+    """ratio: selected / wanted in the last iteration."""
+    if ratio > 1.1:
+        return threshold * 1.005
+    if ratio <= 1 / 1.1:
+        return threshold * 0.995
+    return threshold * (1.00125 if ratio > 1 else 0.9987)
+
+
+def proportional_rule(threshold: float, ratio: float) -> float:
+    return threshold * min(max(ratio**GAIN, 0.95), 1.05)
+
+
+class ExDyna(Sparsifier):
+    """Options beyond those of every sparsifier:
+
+    threshold: how it follows the gradients.
+      counted: before selecting, all count what would pass at some values near the last threshold, and take the value
+        that lets the wanted number pass. Costs a sum of a few hundred bytes over the workers, and cannot oscillate.
+      proportional: multiplied by (selected / wanted) ** 0.1 afterwards; counted at the start and when far off.
+        Residuals that reach the threshold together make it oscillate at low densities.
+      paper: starts from 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
+    rule: how partitions follow the loads.
+      balanced: cut where the blocks' recent loads say, and no worker sends more than 1.1 times its fair share.
+      paper, relative: neighbours exchange single blocks. static: never.
+    blocks: what partitions are made of.
+    """
+
+    label = "ExDyna"
+    options = (*Sparsifier.options, "rule", "threshold", "blocks")
+    exclusive = True
+    shared = ("_value", "_runs", "_loads", "_aim", "_counted_at", "_off")
+
+    def __init__(self, *, rule: str = "balanced", threshold: str = "counted", blocks: int = 1024, **settings) -> None:
+        super().__init__(**settings)
+        if rule not in RULES:
+            raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+        if threshold not in THRESHOLDS:
+            raise CdgrabError(f"threshold must be one of {', '.join(THRESHOLDS)}, got {threshold!r}")
+        self.rule, self.threshold = rule, threshold
+        self.blocks = min(max(count("blocks", blocks, 1), self.workers), self.dim)
+        self._edges = block_edges(self.dim, self.blocks)
+        self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
+        self._loads: list[float] = []  # running mean of what is selected in each block
+        fair = self.target / self.workers
+        self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
+        self._aim = 1.0  # times the target that has to reach the threshold so that the target is sent
+        self._value = first_guess(self.target)
+        self._used = self._value
+        self._counted_at = -1  # never
+        self._off = False  # the density, so much that counting is due
+
+    def partitions(self) -> list[int]:
+        """Where they begin and end in the next iteration, [workers + 1]."""
+        return partition_edges(self._edges, self._runs)
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        edges, found = self.partitions(), []
+        for worker, row in zip(self._worker_ids(), accumulated, strict=True):
+            partition = (self.iteration + worker) % self.workers
+            start, end = edges[partition], edges[partition + 1]
+            indices = start + reaching(row[start:end], self._value)
+            if self._most and len(indices) > self._most:  # the others wait for a later turn
+                indices = indices[largest(row[indices], self._most)]
+            if not len(indices) and end > start:
+                indices = torch.tensor([start + self.iteration % (end - start)], device=row.device)
+            found.append(indices)
+        return found
+
+    # -- threshold ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, accumulated: Tensor) -> int:
+        sent = 0
+        if self._counts_now():
+            self._value, sent = self._counted(accumulated)
+            self._counted_at = self.iteration
+        self._used = self._value
+        return sent
+
+    def _counts_now(self) -> bool:
+        if self.threshold == "proportional":
+            corrected = self._off and self.iteration - self._counted_at >= COUNT_APART
+            return self._counted_at < 0 or corrected
+        return self.threshold == "counted"
+
+    def _counted(self, accumulated: Tensor) -> tuple[float, int]:
+        """The threshold that the wanted number of coordinates reaches now, and the bytes sent to find it."""
+        every = max(1, self.target // COUNTED) | 1  # odd, so that it does not keep time with the rows of a matrix
+        edges, own = self.partitions(), []
+        for worker, row in zip(self._worker_ids(), accumulated, strict=True):
+            partition = (self.iteration + worker) % self.workers
+            own.append(row[edges[partition] : edges[partition + 1]][self.iteration % every :: every])
+        sent = 0
+
+        def counts(values: list[float]) -> list[int]:
+            nonlocal sent
+            sent += self._summed_bytes(self._index_type.itemsize * len(values))
+            return self.group.total(count_reaching(own, values).to(self._index_type)).tolist()
+
+        last = None if self._counted_at < 0 else self._value
+        return counted_threshold(counts, self._aim * self.target / every, last), sent
+
+    def _threshold(self) -> float:
+        return self._used
+
+    # -- adaptation ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, counts: list[int]) -> None:
+        ratio = sum(counts) / self.target
+        self._off = max(ratio, 1 / max(ratio, SMALLEST)) > COUNT_AGAIN
+        if self.threshold == "paper":
+            self._value = paper_rule(self._value, ratio)
+        elif self.threshold == "proportional":
+            self._value = proportional_rule(self._value, ratio)
+        self._value = max(self._value, SMALLEST)
+        if self.rule == "balanced":
+            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM)
+            self._runs = balanced(self._running_loads(), self.workers)
+        else:
+            by_partition = [counts[(partition - self.iteration) % self.workers] for partition in range(self.workers)]
+            self._runs = rebalance(self._runs, by_partition, self.rule)
+
+    def _running_loads(self) -> list[float]:
+        """All know what was selected where: the indices have been exchanged."""
+        chosen = torch.cat(self.selected)
+        blocks = torch.bucketize(chosen, torch.tensor(self._edges[1:-1], device=chosen.device), right=True)
+        now = torch.bincount(blocks, minlength=self.blocks).double().cpu()
+        if self._loads:
+            now = KEPT_LOAD * torch.tensor(self._loads, dtype=torch.float64) + (1 - KEPT_LOAD) * now
+        self._loads = now.tolist()
+        return self._loads
+
+    def _options(self) -> dict:
+        return {"rule": self.rule, "threshold": self.threshold, "blocks": self.blocks}

@@ -1,0 +1,74 @@
+"""ExDyna's partitions: runs of consecutive blocks of coordinates, one run per worker, resized block by block."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+ALIGNMENT = 32  # coordinates: a block of a long vector starts on a memory boundary
+TOLERANCE = 1.05  # loads closer than this count as equal
+RULES = ("balanced", "paper", "relative", "static")
+
+
+def block_edges(dim: int, blocks: int) -> list[int]:
+    """Where blocks begin and end, [blocks + 1]. Equal up to the alignment, which short vectors do without.
+
+    The paper cuts blocks of equal length, which leaves up to half of a short vector to the last partition.
+    """
+    unit = ALIGNMENT if dim >= 2 * ALIGNMENT * blocks else 1
+    return [block * dim // blocks // unit * unit for block in range(blocks)] + [dim]
+
+
+def equal_runs(blocks: int, workers: int) -> list[int]:
+    """How many blocks each partition starts with."""
+    return [blocks // workers + (partition < blocks % workers) for partition in range(workers)]
+
+
+def partition_edges(edges: list[int], runs: list[int]) -> list[int]:
+    """Where partitions begin and end, [workers + 1], from the edges of blocks and the blocks per partition."""
+    return [edges[block] for block in accumulate(runs, initial=0)]
+
+
+def rebalance(runs: list[int], loads: list[float], rule: str) -> list[int]:
+    """New blocks per partition from the loads of the last iteration: at most one block moves between neighbours.
+
+    paper: from a partition above the average to one below it; stalls when both are on the same side.
+    relative: from the heavier of the two to the lighter.
+    """
+    runs, loads = list(runs), list(loads)
+    blocks, partitions, total = sum(runs), len(runs), sum(loads)
+    if rule == "static" or partitions == 1 or not total:
+        return runs
+    least = max(1, blocks // (4 * partitions))
+    average = total / partitions
+    moved = total // blocks if rule == "paper" else total / blocks  # estimated load of a block
+
+    def heavier(one: float, other: float) -> bool:
+        if rule == "paper":
+            return one / average > TOLERANCE and other / average < 1 / TOLERANCE
+        return one > TOLERANCE * other
+
+    for left in range(partitions - 1):
+        right = left + 1
+        giver, taker = (left, right) if heavier(loads[left], loads[right]) else (right, left)
+        if heavier(loads[giver], loads[taker]) and runs[giver] > least:
+            runs[giver], runs[taker] = runs[giver] - 1, runs[taker] + 1
+            loads[giver], loads[taker] = loads[giver] - moved, loads[taker] + moved
+    return runs
+
+
+def balanced(loads: list[float], workers: int) -> list[int]:
+    """Blocks per partition that divide the blocks' loads evenly: every cut as near to its share of the total as blocks
+    allow. Comparing neighbours only, small tolerated differences add up from one end of the vector to the other."""
+    blocks = len(loads)
+    if blocks < workers or not sum(loads):
+        return equal_runs(blocks, workers)
+    before = list(accumulate(loads, initial=0.0))
+    cuts = [0]
+    for partition in range(1, workers):
+        share = before[-1] * partition / workers
+        cut = bisect_left(before, share)
+        if cut > 0 and share - before[cut - 1] < before[cut] - share:
+            cut -= 1
+        cuts.append(min(max(cut, cuts[-1] + 1), blocks - workers + partition))  # a block for everybody
+    return [end - start for start, end in zip(cuts, [*cuts[1:], blocks], strict=True)]

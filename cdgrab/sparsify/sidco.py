@@ -1,0 +1,72 @@
+"""SIDCo: every worker fits an exponential distribution to its magnitudes and takes the threshold from the fit.
+
+One fit to everything misses the tail, so it is refined in stages: each keeps a quarter and fits again what exceeds the
+threshold so far. The number of stages adapts every few iterations to the density that the worker reached.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .base import Sparsifier
+from .hard_threshold import SMALLEST, reaching
+
+KEPT = 0.25  # by every stage but the last
+EVERY = 5  # iterations between adaptations
+OFF = 0.2  # relative error of the density that asks for one
+
+
+def fitted_threshold(values: Tensor, density: float, stages: int) -> float:
+    """The value that a fraction `density` of the magnitudes is expected to reach."""
+    tail, threshold = values.abs(), 0.0
+    for stage in range(stages):
+        ratio = density / KEPT ** (stages - 1) if stage == stages - 1 else KEPT
+        threshold -= float((tail - threshold).mean()) * math.log(ratio)
+        tail = tail[tail >= threshold]
+        if not len(tail):
+            break
+    return max(threshold, SMALLEST)
+
+
+class SIDCo(Sparsifier):
+    label = "SIDCo"
+    per_worker = (*Sparsifier.per_worker, "_stages", "_direction", "_ratios", "_last")
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        # as many stages as leave something for the last one to do
+        self.most_stages = max(1, math.ceil(math.log(self.density) / math.log(KEPT)))
+        self._stages = torch.ones(self.local_workers, dtype=torch.long)
+        # Whether more stages raise or lower the density depends on the tail: a change for the worse turns this round.
+        self._direction = torch.ones(self.local_workers, dtype=torch.long)  # of stages when too little was selected
+        self._ratios = torch.zeros(self.local_workers, dtype=torch.float64)  # selected / target, summed
+        self._last = torch.full((self.local_workers,), math.inf, dtype=torch.float64)  # error at the last adaptation
+        self._thresholds: list[float] = []
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        self._thresholds = [
+            fitted_threshold(row, self.density, stages)
+            for row, stages in zip(accumulated, self._stages.tolist(), strict=True)
+        ]
+        return [reaching(row, threshold) for row, threshold in zip(accumulated, self._thresholds, strict=True)]
+
+    def _learn(self, counts: list[int]) -> None:
+        self._ratios += torch.tensor(counts[self.group.local], dtype=torch.float64) / self.target
+        if (self.iteration + 1) % EVERY:
+            return
+        error = self._ratios / EVERY - 1
+        off, worse = error.abs() > OFF, error.abs() > self._last
+        self._direction = torch.where(off & worse, -self._direction, self._direction)
+        step = torch.where(error < 0, self._direction, -self._direction) * off
+        moved = (self._stages + step).clamp(1, self.most_stages)
+        stuck = off & (moved == self._stages)
+        self._direction = torch.where(stuck, -self._direction, self._direction)
+        self._stages, self._last = moved, error.abs()
+        self._ratios.zero_()
+
+    def _threshold(self) -> float:
+        """The mean over this process's workers."""
+        return sum(self._thresholds) / self.local_workers

@@ -1,0 +1,19 @@
+"""Top-k: every worker its k largest. The union grows with the number of workers (gradient build-up)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import Sparsifier
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Where the k largest magnitudes of a vector are, in ascending order."""
+    return values.abs().topk(k, sorted=False).indices.sort().values
+
+
+class TopK(Sparsifier):
+    label = "Top-k"
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        return [largest(row, self.target) for row in accumulated]

@@ -1,0 +1,155 @@
+"""Run under torchrun by test_sparsify_processes.py: what every process gets, saved for comparison with one process."""
+
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cdgrab
+from cdgrab import exchange, workers
+from cdgrab.sparsify import ddp_hook, make_sparsifier
+from cdgrab.workers import WorkerGroup, connect
+from examples import ddp_sparsify
+
+VARIANTS = [
+    ("dense", {}),
+    ("topk", {}),
+    ("cltk", {}),
+    ("hard_threshold", {}),
+    ("sidco", {}),
+    ("deft", {}),
+    ("micro", {}),
+    ("exdyna", {}),
+    ("exdyna", {"threshold": "proportional", "rule": "relative"}),
+    ("exdyna", {"threshold": "paper", "rule": "paper", "blocks": 40}),
+]
+SHAPES = [(8, 1000, True), (4, 37, False)]  # workers, dim, whether processes divide the coordinates to sum values
+ITERATIONS, REFUSED_AT, RESUMED_AT = 10, 3, 6
+
+
+def gradients(count, dim):
+    rng = np.random.default_rng(dim)
+    values = rng.standard_t(3, size=(ITERATIONS, count, dim)) * np.exp(rng.normal(size=dim))
+    return torch.from_numpy(values).float()
+
+
+def trajectory(group, shape, variant):
+    """Updates and index sets of all iterations. One call is refused for a single worker's sake; later the state of all
+    workers goes to a new object."""
+    (count, dim, divided), (name, options) = shape, variant
+    exchange.GATHERED_BYTES = 0 if divided else 2**40
+    settings = {"workers": count, "dim": dim, "density": 0.05, "group": group, **options}
+    found, steps = make_sparsifier(name, **settings), []
+    for iteration, everybody in enumerate(gradients(count, dim)):
+        mine = everybody[group.local]
+        if iteration == REFUSED_AT:
+            spoilt = everybody.clone()
+            spoilt[count - 1, 0] = torch.nan
+            try:
+                found.reduce(spoilt[group.local])
+                raise AssertionError("not a number was accepted")
+            except cdgrab.CdgrabError:
+                pass
+        if iteration == RESUMED_AT:
+            state = found.state_dict()
+            state["per_worker"] = {key: group.gather(value) for key, value in state["per_worker"].items()}
+            found = make_sparsifier(name, **settings)
+            found.load_state_dict(state)
+        before = group.traffic.sent
+        update = found.reduce(mine)
+        stats = {key: found.stats[key] for key in ("density", "counts", "imbalance", "bytes")}
+        steps.append((update, found.selected, stats, group.traffic.sent - before))
+    return steps
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+STEPS, PAUSE = 7, 4  # checkpoint and a new model after PAUSE steps
+DDP = [("exdyna", {}), ("topk", {}), ("deft", {}), ("dense", {})]
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+
+
+def batch(step, part, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * part + rank)
+    return torch.randn(5, 6, generator=generator, dtype=torch.float64), torch.randint(3, (5,), generator=generator)
+
+
+def loss_of(model, step, part, rank):
+    inputs, labels = batch(step, part, rank)
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def trained_by_ddp(rank, name, options):
+    """Two backward passes a step, the first under no_sync. Buckets are so small that there are several."""
+
+    def start():
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
+        hook = ddp_hook(model, name, density=0.05, **options)
+        return model, hook, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    model, hook, optimiser = start()
+    for step in range(STEPS):
+        if step == PAUSE:
+            states = model.module.state_dict(), hook.state_dict(), optimiser.state_dict()
+            model, hook, optimiser = start()
+            model.module.load_state_dict(states[0])
+            hook.load_state_dict(states[1])
+            optimiser.load_state_dict(states[2])
+        optimiser.zero_grad()
+        with model.no_sync():
+            loss_of(model, step, 0, rank).backward()
+        loss_of(model, step, 1, rank).backward()
+        optimiser.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), hook.stats
+
+
+def trained_alone(count, name, options):
+    """The same with plain autograd, one worker after the other, and a sparsifier that hosts all of them."""
+    model = network()
+    parameters = list(model.parameters())
+    sizes = [p.numel() for p in parameters]
+    layers = {"layers": sizes} if name == "deft" else {}
+    found = make_sparsifier(name, workers=count, dim=sum(sizes), density=0.05, **options, **layers)
+    optimiser = torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        rows = []
+        for rank in range(count):
+            losses = loss_of(model, step, 0, rank) + loss_of(model, step, 1, rank)
+            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(losses, parameters)]))
+        update = found.reduce(torch.stack(rows)).split(sizes)
+        for parameter, part in zip(parameters, update, strict=True):
+            parameter.grad = part.view_as(parameter)
+        optimiser.step()
+    return torch.cat([p.detach().flatten() for p in parameters]), found.stats
+
+
+def main(target):
+    found = {}
+    for shape in SHAPES:
+        group = connect(shape[0])
+        for variant in VARIANTS:
+            found[str((shape, variant))] = trajectory(group, shape, variant)
+    processes = workers.launched_world_size()
+    group = WorkerGroup(processes, group.rank, processes)  # a process for every worker
+    for variant in VARIANTS:
+        found[str(("own", variant))] = trajectory(group, (processes, 1000, True), variant)
+    for name, options in DDP:
+        parameters, stats = trained_by_ddp(group.rank, name, options)
+        everybody = group.gather(parameters[None])
+        assert (everybody == everybody[0]).all(), "the ranks' models differ"
+        found["ddp", name] = parameters, dict(stats)
+    workers.disconnect()
+    if processes == 2:
+        found["example"] = ddp_sparsify.main()  # connects by itself
+    if group.rank == 0:
+        torch.save(found, target)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,183 @@
+"""Sparsifiers written plainly, one worker and one coordinate at a time: what the library is compared with.
+
+Only the rules are here, in numpy and loops. `Oracle` keeps the residuals; a method is a function that says which
+coordinates every worker selects, given the accumulated gradients and a dictionary in which it remembers things.
+"""
+
+import math
+
+import numpy as np
+
+
+class Oracle:
+    def __init__(self, method, workers, dim, density, error_feedback=True, **options):
+        self.method, self.options, self.error_feedback = method, options, error_feedback
+        self.workers, self.dim, self.k = workers, dim, max(1, int(density * dim))
+        self.density = density
+        self.memory, self.t = {}, 0
+        self.residual = np.zeros((workers, dim))
+
+    def reduce(self, gradients):
+        """-> update [dim], the set of each worker"""
+        acc = gradients.copy()
+        if self.error_feedback:
+            acc += self.residual
+        sets = self.method(self, acc)
+        union = set().union(*sets)
+        update = np.zeros(self.dim)
+        for j in union:
+            update[j] = sum(acc[w, j] for w in range(self.workers)) / self.workers
+        self.residual = acc
+        for w in range(self.workers):
+            for j in union:
+                self.residual[w, j] = 0.0
+        self.t += 1
+        return update, sets
+
+
+def k_largest(row, k, offset=0):
+    ranked = sorted(range(len(row)), key=lambda j: -abs(row[j]))
+    return {offset + j for j in ranked[:k]}
+
+
+def reaching(row, threshold, offset=0):
+    return {offset + j for j in range(len(row)) if abs(row[j]) >= threshold}
+
+
+def dense(o, acc):
+    return [set(range(o.dim)) for _ in range(o.workers)]
+
+
+def topk(o, acc):
+    return [k_largest(row, o.k) for row in acc]
+
+
+def cltk(o, acc):
+    return [k_largest(acc[w], o.k) if w == o.t % o.workers else set() for w in range(o.workers)]
+
+
+def hard_threshold(o, acc):
+    return [reaching(row, 1 / (2 * math.sqrt(o.k))) for row in acc]
+
+
+def sidco(o, acc):
+    most = 1
+    while 0.25**most > o.density:
+        most += 1
+    memory, sets = o.memory, []
+    for w, row in enumerate(acc):
+        mine = memory.setdefault(w, {"stages": 1, "direction": 1, "ratios": [], "last": math.inf})
+        threshold, tail = 0.0, [abs(x) for x in row]
+        for stage in range(mine["stages"]):
+            last_stage = stage == mine["stages"] - 1
+            ratio = o.density / 0.25 ** (mine["stages"] - 1) if last_stage else 0.25
+            threshold += sum(x - threshold for x in tail) / len(tail) * -math.log(ratio)
+            tail = [x for x in tail if x >= threshold]
+            if not tail:
+                break
+        sets.append(reaching(row, threshold))
+        mine["ratios"].append(len(sets[-1]) / o.k)
+        if len(mine["ratios"]) == 5:
+            error = sum(mine["ratios"]) / 5 - 1
+            if abs(error) > 0.2:
+                if abs(error) > mine["last"]:
+                    mine["direction"] *= -1
+                step = mine["direction"] if error < 0 else -mine["direction"]
+                wanted = min(most, max(1, mine["stages"] + step))
+                if wanted == mine["stages"]:
+                    mine["direction"] *= -1
+                mine["stages"] = wanted
+            mine["last"], mine["ratios"] = abs(error), []
+    return sets
+
+
+def deft(o, acc):
+    spans, start = [], 0
+    for size in o.options.get("layers", [o.dim]):
+        parts = math.ceil(size * o.workers / o.dim)
+        for part in range(parts):
+            spans.append((start + part * size // parts, start + (part + 1) * size // parts))
+        start += size
+    norms = [math.sqrt(sum(x * x for x in acc[o.t % o.workers, a:b])) for a, b in spans]
+    sizes = [b - a for a, b in spans]
+    full = set()
+    while True:  # shares in proportion to norms, none above its size
+        rest = o.k - sum(sizes[i] for i in full)
+        weight = sum(norms[i] for i in range(len(spans)) if i not in full)
+        shares = [sizes[i] if i in full else rest * norms[i] / weight for i in range(len(spans))]
+        over = {i for i in range(len(spans)) if i not in full and shares[i] >= sizes[i]}
+        if not over:
+            break
+        full |= over
+    counts = [math.floor(share) for share in shares]
+    for i in sorted(range(len(spans)), key=lambda i: counts[i] - shares[i])[: o.k - sum(counts)]:
+        counts[i] += 1
+    costs = [size * math.log2(max(count, 2)) if count else 0 for size, count in zip(sizes, counts, strict=True)]
+    burden, sets = [0.0] * o.workers, [set() for _ in range(o.workers)]
+    for i in sorted(range(len(spans)), key=lambda i: -costs[i]):
+        owner = burden.index(min(burden))
+        burden[owner] += costs[i]
+        a, b = spans[i]
+        sets[owner] |= k_largest(acc[owner, a:b], counts[i], a)
+    return sets
+
+
+def exdyna(o, acc):
+    """The paper's threshold, started from `o.options["start"]`; rule: paper, relative or static."""
+    rule, n = o.options["rule"], o.workers
+    blocks = min(n if o.options.get("micro") else max(o.options["blocks"], n), o.dim)
+    unit = 32 if o.dim >= 64 * blocks else 1
+    edge = [math.floor(b * o.dim / blocks) // unit * unit for b in range(blocks)] + [o.dim]
+    m = o.memory
+    if not m:
+        m["delta"] = 1 / (2 * math.sqrt(o.k))
+        m["runs"] = [blocks // n + (1 if p < blocks % n else 0) for p in range(n)]
+    sets, loads = [], [0] * n
+    for w in range(n):
+        p = (o.t + w) % n
+        first = sum(m["runs"][:p])
+        a, b = edge[first], edge[first + m["runs"][p]]
+        found = reaching(acc[w, a:b], m["delta"], a)
+        if not found and b > a:
+            found = {a + o.t % (b - a)}
+        sets.append(found)
+        loads[p] = len(found)
+    m["seen"] = (m["delta"], list(m["runs"]))
+    ratio = sum(loads) / o.k
+    if o.options["threshold"] == "paper":
+        if ratio > 1.1:
+            m["delta"] *= 1.005
+        elif ratio <= 1 / 1.1:
+            m["delta"] *= 0.995
+        elif ratio > 1:
+            m["delta"] *= 1.00125
+        else:
+            m["delta"] *= 0.9987
+    if rule == "static":
+        return sets
+    average, moved = sum(loads) / n, sum(loads) / blocks
+    if rule == "paper":
+        moved = math.floor(moved)
+    for i in range(n - 1):
+        for giver, taker in ((i, i + 1), (i + 1, i)):
+            if rule == "paper":
+                move = loads[giver] / average > 1.05 and loads[taker] / average < 1 / 1.05
+            else:
+                move = loads[giver] > 1.05 * loads[taker]
+            if move:
+                if m["runs"][giver] > max(1, blocks // (4 * n)):
+                    m["runs"][giver] -= 1
+                    m["runs"][taker] += 1
+                    loads[giver] -= moved
+                    loads[taker] += moved
+                break
+    return sets
+
+
+def balanced_cuts(loads, workers):
+    """Blocks per partition: among all cuts that leave everybody a block, each as near to its share as it can be."""
+    total, blocks, cuts = sum(loads), len(loads), [0]
+    for p in range(1, workers):
+        allowed = range(cuts[-1] + 1, blocks - workers + p + 1)
+        cuts.append(min(allowed, key=lambda c: (abs(sum(loads[:c]) - total * p / workers), -c)))
+    return [b - a for a, b in zip(cuts, [*cuts[1:], blocks], strict=True)]

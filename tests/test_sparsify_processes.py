@@ -1,0 +1,64 @@
+"""Sparsifiers on several processes against one process; bytes on the wire; the hook of DistributedDataParallel."""
+
+import os
+
+import pytest
+import torch
+from sparsify_checks import DDP, SHAPES, VARIANTS, trained_alone, trajectory
+
+from cdgrab.workers import WorkerGroup
+from scripts.launcher import torchrun
+
+PROCESSES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `sparsify_checks` saved, by number of processes."""
+    folder = tmp_path_factory.mktemp("sparsify")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    for processes in PROCESSES:
+        assert torchrun(["-m", "tests.sparsify_checks", str(folder / str(processes))], processes) == 0
+    return {processes: torch.load(folder / str(processes)) for processes in PROCESSES}
+
+
+def assert_same(one, other):
+    for (update, selected, stats, _), (expected, indices, expected_stats, _) in zip(one, other, strict=True):
+        assert torch.equal(update, expected) and stats == expected_stats
+        assert all(map(torch.equal, selected, indices)) and len(selected) == len(indices)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_updates_and_index_sets_equal_those_of_one_process(found, variant, processes):
+    for shape in SHAPES:
+        alone = trajectory(WorkerGroup(shape[0]), shape, variant)
+        assert_same(found[processes][str((shape, variant))], alone)
+    alone = trajectory(WorkerGroup(processes), (processes, 1000, True), variant)
+    assert_same(found[processes][str(("own", variant))], alone)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_bytes_in_the_statistics_are_those_on_the_wire(found, variant, processes):
+    """With a process for every worker. Uneven shares of coordinates are padded, and a leader's broadcast costs its
+    neighbour nothing and the others a whole message."""
+    for update, selected, stats, sent in found[processes][str(("own", variant))]:
+        slack = 4 * processes * processes
+        if variant[0] in ("cltk", "deft"):
+            slack += 4 * max(map(len, selected)) + 8 * processes
+        assert abs(sent - stats["bytes"]) <= slack, (update.count_nonzero(), stats)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("name, options", DDP, ids=str)
+def test_ddp_trains_as_a_sparsifier_that_hosts_all_workers(found, name, options, processes):
+    """Over several buckets, their regrouping, no_sync and a resumed checkpoint."""
+    parameters, stats = found[processes]["ddp", name]
+    expected, expected_stats = trained_alone(processes, name, options)
+    torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
+    assert stats["counts"] == expected_stats["counts"] and stats["density"] == expected_stats["density"]
+
+
+def test_the_example_learns(found):
+    assert found[2]["example"] > 0.9
