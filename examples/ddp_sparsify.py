@@ -48,11 +48,9 @@ def main(sparsifier: str = "exdyna", density: str = "0.01") -> float:
         with torch.no_grad():
             accuracy = (model.module(images[test]).argmax(1) == labels[test]).float().mean()
         if rank == 0:
-            sent, dense = hook.stats.bytes, 2 * (processes - 1) * hook.sparsifier.dim * 4 // processes
-            print(
-                f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {accuracy:.3f}, density {hook.stats.density:.4f}, "
-                f"{sent:,} bytes a step (dense: {dense:,})"
-            )
+            dense = 2 * (processes - 1) * hook.sparsifier.dim * 4 // processes
+            print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {accuracy:.3f}", end=", ")
+            print(f"density {hook.stats.density:.4f}, {hook.stats.bytes:,} bytes a step (dense: {dense:,})")
     dist.destroy_process_group()
     return float(accuracy)
 

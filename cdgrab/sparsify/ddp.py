@@ -10,6 +10,7 @@ sent while the backward pass still runs; what is sent is a hundredth.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -29,6 +30,9 @@ class Hook:
             id(parameter): (parameter, slice(start, start + parameter.numel()))
             for parameter, start in zip(parameters, starts, strict=False)
         }
+        self._dtype = reduce(
+            torch.promote_types, (parameter.dtype for parameter in parameters)
+        )  # buckets have one each
         self._gradient: Tensor | None = None
         self._promises: list[tuple[Future, list[slice], Tensor]] = []
 
@@ -49,7 +53,7 @@ class Hook:
         buffer = bucket.buffer()
         if bucket.index() == 0:  # of a new iteration, even if the one before was refused halfway
             self._promises = []
-            self._gradient = buffer.new_empty(self.sparsifier.dim)
+            self._gradient = buffer.new_empty(self.sparsifier.dim, dtype=self._dtype)
         places = [self._places[id(parameter)][1] for parameter in bucket.parameters()]
         for place, gradient in zip(places, bucket.gradients(), strict=True):
             self._gradient[place] = gradient.flatten()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import count
 from ..errors import CdgrabError
-from ..sorters.base import count
 from .base import Sparsifier
 from .topk import largest
 

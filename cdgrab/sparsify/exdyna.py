@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import count
 from ..errors import CdgrabError
-from ..sorters.base import count
 from .base import Sparsifier
 from .counting import count_reaching, counted_threshold
 from .hard_threshold import SMALLEST, first_guess, reaching

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ..sorters.base import number
+from ..checks import number
 from .base import Sparsifier
 
 SMALLEST = 1.2e-38  # the smallest normal float32: a threshold below would let zeros pass
