@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks import count
 from ..errors import CdgrabError
 from ..exchange import Mean, tree_sum
-from ..sorters.base import all_finite, count
+from ..sorters.base import all_finite
 from ..workers import WorkerGroup
 
 STATE_VERSION = 1
