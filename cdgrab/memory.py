@@ -14,9 +14,22 @@ def keep_freed_memory() -> None:
     A step of the LSTM allocates the same tens of megabytes again and again; zeroed pages cost it more time than the
     arithmetic. Only where the C library has the setting (glibc); elsewhere nothing happens.
     """
+    _set_thresholds(2**30, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Hand every large block back to the system as soon as it is freed, so that a peak is what was needed at once.
+
+    Left alone, glibc raises these thresholds while a program runs.
+    """
+    _set_thresholds(2**20, 2**20)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
+    """Block size from which on memory is mapped by itself; free memory at the heap's end that is kept."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**30)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_THRESHOLD, mapped)
+        mallopt(M_TRIM_THRESHOLD, trimmed)

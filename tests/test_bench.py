@@ -107,7 +107,8 @@ def epoch_rows():
 
 def memory_rows():
     found = {
-        s: [{"peak": p, "dim": 1000} for p in peaks] for s, peaks in (("d_rr", [10, 20, 30]), ("cd_grab", [4020] * 3))
+        s: [{"peak": p, "dim": 1000, "code": 7} for p in peaks]
+        for s, peaks in (("d_rr", [10, 20, 30]), ("cd_grab", [4020] * 3))
     }
     return [{"device": "cpu", "workers": n, "processes": n} | memory._row(found) for n in (2, 4)]
 

@@ -42,10 +42,9 @@ def measure(device: str, size: str) -> list[dict]:
     try:
         for threads in cores:
             torch.set_num_threads(threads)
-            bandwidth = measured_bandwidth(device, REPEATS[size])
             for workers in GRID[size][0]:
                 for dim in GRID[size][1]:
-                    rows.append(_grid_point(device, workers, dim, REPEATS[size], bandwidth) | {"threads": threads})
+                    rows.append(_grid_point(device, workers, dim, REPEATS[size]) | {"threads": threads})
                     print("  {threads} threads, {workers} workers, dim {dim}: author-style {author_us} µs, ours "
                           "{ours_us} µs, floor {floor_us} µs".format(**rows[-1]), flush=True)  # fmt: skip
     finally:
@@ -53,16 +52,7 @@ def measure(device: str, size: str) -> list[dict]:
     return rows
 
 
-def measured_bandwidth(device: str, repeats: int) -> float:
-    """Bytes per second, the better one of reading (a sum) and copying, each at its best."""
-    source = torch.ones(BANDWIDTH_BYTES[device] // 4, device=device)
-    target = torch.empty_like(source)
-    size = source.numel() * source.element_size()
-    times = alternately({"sum": source.sum, "copy": lambda: target.copy_(source)}, repeats, finish_on(device))
-    return max(size / min(times["sum"]), 2 * size / min(times["copy"]))
-
-
-def _grid_point(device: str, workers: int, dim: int, repeats: int, bandwidth: float) -> dict:
+def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
     position_bytes = workers * dim * 4
     block = max(1, min(MOST_POSITIONS, BLOCK_BYTES // position_bytes))
     rows = _rows(block, workers, dim, device)
@@ -75,12 +65,18 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int, bandwidth: fl
         for position in range(some):
             kernels.balance(rows[position : position + 1], running, limits[position : position + 1])
 
+    source = torch.ones(BANDWIDTH_BYTES[device] // 4, device=device)
+    target = torch.empty_like(source)
     contenders = {
         "author_us": (lambda: author_style(rows[:some].flatten(0, 1), author_running), some),
         "ours_us": (lambda: kernels.balance(rows, running, limits), block),
         "ours_one_position_us": (one_by_one, some),
     }
-    seconds = alternately({key: call for key, (call, _) in contenders.items()}, repeats, finish_on(device))
+    bandwidth_tests = {"read": source.sum, "copy": lambda: target.copy_(source)}
+    calls = {key: call for key, (call, _) in contenders.items()} | bandwidth_tests
+    seconds = alternately(calls, repeats, finish_on(device))
+    # the better one of reading and copying, each at its best
+    bandwidth = BANDWIDTH_BYTES[device] * max(1 / min(seconds["read"]), 2 / min(seconds["copy"]))
     row = {"device": device, "workers": workers, "dim": dim}
     for key, (_, positions) in contenders.items():
         row |= summary(key, [1e6 * s / positions for s in seconds[key]])

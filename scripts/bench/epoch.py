@@ -26,7 +26,7 @@ SORTERS = ("d_rr", "cd_grab")
 # by task: the paper's experiment, and what makes the epochs of its files short (embedded data is short)
 SHORTER = {
     "lr_hmda": ("fig3a_lr_hmda", {"smoke": "task.train_share=0.01", "quick": "task.train_share=0.05"}),
-    "lstm_wiki2": ("fig3b_lstm_wiki2", {"smoke": "task.limit=4", "quick": "task.limit=100", "full": "task.limit=400"}),
+    "lstm_wiki2": ("fig3b_lstm_wiki2", {"smoke": "task.limit=4", "quick": "task.limit=30", "full": "task.limit=100"}),
     "mlp_m4": ("fig3c_mlp_m4", {"smoke": "task.limit=640", "quick": "task.limit=16384"}),
 }
 EPOCHS = {"smoke": 2, "quick": 5, "full": 15}

@@ -17,6 +17,7 @@ import torch
 
 from cdgrab import kernels, workers
 from cdgrab.config import compose
+from cdgrab.memory import return_freed_memory
 
 from .epoch import make_trainer, train_epoch
 from .measure import summary, under_torchrun
@@ -95,6 +96,7 @@ def _resident(entry: str) -> int:
 
 def main(target: str, *settings: str) -> None:
     """Trains, without evaluation: what that needs is the same for all sorters and might hide the difference."""
+    return_freed_memory()
     run = compose(list(settings))
     code = load_code(run.config.device)
     trainer = make_trainer(run)
