@@ -1,5 +1,6 @@
 """Settings and helpers shared by the tests of sorters, balancing and herding."""
 
+import os
 from functools import partial
 from itertools import pairwise
 
@@ -93,3 +94,14 @@ def assert_independent(permutations):
     for i, one in enumerate(permutations):
         for other in permutations[i + 1 :]:
             assert int((one == other).sum()) <= 10 and int((one == other.flip(0)).sum()) <= 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def search_path_of_its_own():
+    """Launching processes adds to PYTHONPATH, which later tests of copied checkouts must not inherit."""
+    before = os.environ.get("PYTHONPATH")
+    yield
+    if before is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = before
