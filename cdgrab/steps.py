@@ -13,6 +13,7 @@ from .clock import Clock
 from .compiled import Compiled, captured
 from .exchange import Mean
 from .optimisers import Optimiser
+from .sparsify import SparseMean
 from .tasks.base import Task
 from .workers import WorkerGroup
 
@@ -21,12 +22,21 @@ class Steps:
     """`parameters`, the workers' carry and the optimiser's state move along as blocks of steps are run."""
 
     def __init__(
-        self, task: Task, gradients: Compiled, optimiser: Optimiser, group: WorkerGroup, parameters: Tensor
+        self,
+        task: Task,
+        gradients: Compiled,
+        optimiser: Optimiser,
+        group: WorkerGroup,
+        parameters: Tensor,
+        sparse_mean: SparseMean | None = None,
     ) -> None:
-        """gradients: a gradient function with the workers `summed`, to their mean where this is the only process."""
+        """gradients: a gradient function with the workers `summed`, to their mean where this is the only process; not
+        summed where a sparsifier takes the mean."""
         self.task, self.gradients, self.optimiser, self.group = task, gradients, optimiser, group
         self.parameters = parameters
-        self.mean = Mean(group, len(parameters), parameters.element_size()) if group.world_size > 1 else None
+        self.mean = sparse_mean
+        if not sparse_mean and group.world_size > 1:
+            self.mean = Mean(group, len(parameters), parameters.element_size())
         self.keep_shares = False  # return what the exchange leaves here instead of unit gradients
         self.carry = task.first_carry(group.local_workers)
 

@@ -1,6 +1,6 @@
 """The training loop: one for all tasks, sorters, worker counts and process counts.
 
-    orders ──▶ batches ──▶ unit gradients ──▶ mean over workers ──▶ optimiser ──▶ parameters
+    orders ──▶ batches ──▶ unit gradients ──▶ (sparsified) mean over workers ──▶ optimiser ──▶ parameters
        ▲                        │
        └──────── sorter ◀───────┘
 
@@ -22,13 +22,15 @@ from . import checkpoint, streams
 from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
-from .errors import DivergedError
+from .errors import DivergedError, NotFiniteError
 from .exchange import Mean, summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
 from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
+from .sparsify import SparseMean, make_sparsifier, sparsifier_options
+from .state import WorkerState
 from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
@@ -56,9 +58,12 @@ class Trainer:
             workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
         )
         self.per_unit = self.sorter.needs_gradients
+        self.sparse_mean = self._sparse_mean()
 
         def compiled(per_unit: bool) -> Compiled:
             gradients = gradient_function(task, flat, per_unit, config.task.gradients)
+            if self.sparse_mean:
+                return Compiled(gradients, self._traceable())
             return Compiled(summed(gradients, config.workers if group.world_size == 1 else None), self._traceable())
 
         self.gradients = compiled(self.per_unit)
@@ -66,8 +71,8 @@ class Trainer:
         self.unit_gradients = self.gradients if self.per_unit else compiled(True)
         optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
-        parts = (task, self.gradients, optimiser, group, parameters)
-        if self._compiled() and device.type == "cuda" and group.world_size == 1:
+        parts = (task, self.gradients, optimiser, group, parameters, self.sparse_mean)
+        if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
         else:
             self.loop = Steps(*parts)
@@ -91,8 +96,19 @@ class Trainer:
     def _compiled(self) -> bool:
         return self.config.compile == "auto"
 
+    def _sparse_mean(self) -> SparseMean | None:
+        """None: the plain mean, which is what `dense` means."""
+        options = dict(self.config.sparsifier)
+        if options["name"] == "dense":
+            return None
+        if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
+            options["layers"] = self.flat.sizes
+        return SparseMean(make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options))
+
     def _takes_shares(self) -> bool:
         """What the processes exchange for the mean gradient is all that the sorter needs: one unit from each."""
+        if self.sparse_mean:
+            return False
         one_unit = self.group.local_workers == 1 and self.microbatch == 1
         mean = Mean(self.group, self.flat.dim, DTYPES[self.config.task.dtype].itemsize)
         return one_unit and mean.divided and getattr(self.sorter, "divided", False) and self.sorter.sketch is None
@@ -133,7 +149,7 @@ class Trainer:
             self.epochs_done,
             self.loop.parameters,
             self.loop.optimiser.state,
-            self.sorter,
+            self._holders(),
         )
 
     def load(self) -> None:
@@ -144,7 +160,12 @@ class Trainer:
         refuse_other_settings(self.run, saved["science"], self.run.directory)
         self.epochs_done = saved["epochs_done"]
         self.loop.load(saved["parameters"].to(self.device), [tensor.to(self.device) for tensor in saved["optimiser"]])
-        self.sorter.load_state_dict(saved["sorter"])
+        for name, holder in self._holders().items():
+            holder.load_state_dict(saved[name])
+
+    def _holders(self) -> dict[str, WorkerState]:
+        """What has a state of its own, by its name in the checkpoint."""
+        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -159,6 +180,7 @@ class Trainer:
                 self._train_epoch(order, clock, bar)
                 metrics = self._evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
+                sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
                 clock.lap("evaluation")
                 self.epochs_done += 1
                 phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
@@ -167,6 +189,7 @@ class Trainer:
                     {
                         "epoch": self.epochs_done,
                         **metrics,
+                        **sparsifier,
                         "seconds": training,
                         "order_hash": order_hash,
                         "phases": phases,
@@ -187,7 +210,10 @@ class Trainer:
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> None:
         """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`."""
         workers, units = visits.shape
-        seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+        try:
+            seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+        except NotFiniteError:  # what a sparsifier refuses to average
+            self._diverged(f"at step {self.sparse_mean.sparsifier.iteration % self.steps + 1} of {self.steps}")
         mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
