@@ -182,6 +182,13 @@ def connect(workers: int) -> WorkerGroup:
 
 def one_worker_per_process(channel: object = None) -> WorkerGroup:
     """The processes that are connected already, each hosting one worker; `channel`: those of a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if launched_world_size() > 1:
+            raise CdgrabError(
+                f"there are {launched_world_size()} processes, but they are not connected: "
+                "call torch.distributed.init_process_group first"
+            )
+        return WorkerGroup(1)
     processes = dist.get_world_size(channel)
     return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)
 

@@ -167,10 +167,11 @@ class MeanBalance(BalancingSorter):
         self._stale_mean = torch.zeros_like(self._running)
         self._fresh_sum = torch.zeros_like(self._running)
 
-    def _start_epoch(self) -> None:
-        self._stale_mean = self._fresh_sum / self.units
-        self._fresh_sum = torch.zeros_like(self._stale_mean)
-        super()._start_epoch()
+    def _next_order(self, epoch: int) -> Tensor:
+        order = super()._next_order(epoch)
+        if self.position:  # else nothing is known that is fresher
+            self._stale_mean, self._fresh_sum = self._fresh_sum / self.position, torch.zeros_like(self._fresh_sum)
+        return order
 
     def _take(self, gradients: Tensor) -> None:
         self._submit(self._sketched(gradients).transpose(0, 1).to(torch.float64, copy=True))
