@@ -183,7 +183,7 @@ def _recursion(gram, inner, limits, signs):
 
 
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
-    """See `gram._recursion`. `inner` is overwritten."""
+    """See `gram.recursion`. `inner` is overwritten."""
     signs = torch.empty_like(inner)
     _recursion(gram.numpy(), inner.numpy(), limits.numpy(), signs.numpy())
     return signs
