@@ -9,17 +9,24 @@ from pathlib import Path
 import torch
 
 from .errors import CdgrabError
+from .state import WorkerState, gathered
 from .workers import WorkerGroup
 
 FILE = "checkpoint.pt"
 
 
 def save(
-    directory: Path, group: WorkerGroup, science: dict, epochs_done: int, parameters, optimiser_state, sorter
+    directory: Path,
+    group: WorkerGroup,
+    science: dict,
+    epochs_done: int,
+    parameters,
+    optimiser_state,
+    holders: dict[str, WorkerState],
 ) -> None:
-    """Called by all ranks; rank 0 writes. The sorter's per-worker state of all processes goes into the one file."""
-    state = sorter.state_dict()
-    state["per_worker"] = {name: group.gather(tensor) for name, tensor in state["per_worker"].items()}
+    """Called by all ranks; rank 0 writes. The per-worker state of sorter and sparsifier, of all processes, goes into
+    the one file."""
+    states = {name: gathered(holder.state_dict(), group) for name, holder in holders.items()}
     if group.rank:
         return
     content = {
@@ -27,7 +34,7 @@ def save(
         "epochs_done": epochs_done,
         "parameters": parameters,
         "optimiser": list(optimiser_state),
-        "sorter": state,
+        **states,
     }
     temporary = directory / f".{FILE}.tmp"
     with open(temporary, "wb") as file:

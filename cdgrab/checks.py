@@ -29,6 +29,14 @@ def number(name: str, value: float, above: float, below: float = math.inf) -> fl
     return float(value)
 
 
+def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: tuple[str, ...]) -> None:
+    """One sentence that names the options there are."""
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise CdgrabError(f"{kind} {name} has no option {', '.join(unknown)}; {takes}")
+
+
 def counts(config: DictConfig, least: dict[str, int], may_be_null: Iterable[str] = ()) -> None:
     """Every named key of a task's config is a whole number of at least so much, or null where that is allowed."""
     for key, smallest in least.items():

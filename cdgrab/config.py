@@ -13,11 +13,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .checks import refuse_unknown_options
 from .data.sources import Source
 from .errors import CdgrabError
 from .gradients import GRADIENTS
 from .optimisers import OPTIMISERS, SCHEDULES
-from .sorters import SORTERS, refuse_unknown_options
+from .sorters import SORTERS, sorter_options
+from .sparsify import SPARSIFIERS, make_sparsifier
 from .tasks import TASKS, locate_data
 from .tasks.base import DTYPES, PARTITIONS
 from .workers import DEVICES
@@ -26,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 
 COMPILE = ("auto", "off")
-GROUPS = ("task", "sorter", "experiment", "study")
+GROUPS = ("task", "sorter", "sparsifier", "experiment", "study")
 PLURALS = {"study": "studies"}
 
 # Settings that say where and how a run is carried out, not what it computes.
@@ -46,6 +48,9 @@ DEPLOYMENT = {
     "task.device",
     "task.state",  # the data source that it leads to counts instead
 }
+
+# What runs that say nothing about it had: it is left out, so that runs from before it existed are still the same runs.
+UNSAID = {"sparsifier.name": "dense"}
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.
 PLANS = ("task.presets.", "seeds.", "sweeps.", "columns")
@@ -69,12 +74,13 @@ class Run:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
+        kept = {k: v for k, v in kept.items() if UNSAID.get(k) != v}
         return kept | {"source": self.source.label}
 
 
 def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
     """Refuse to go on with results of other settings. Settings that did not exist when they were stored don't count."""
-    now = run.science
+    now, stored = UNSAID | run.science, UNSAID | stored
     differing = sorted(key for key in stored.keys() & now.keys() if stored[key] != now[key])
     if differing:
         details = ", ".join(f"{key}={stored[key]} there, {now[key]} here" for key in differing)
@@ -125,7 +131,10 @@ def validate(config: DictConfig) -> None:
         _number(config, "task.train_share", above=0.0, below=1.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)
     _number(config, "task.weight_decay", at_least=0.0)
-    refuse_unknown_options(config.sorter.name, set(config.sorter) - {"name"})
+    refuse_unknown_options(
+        "sorter", config.sorter.name, set(config.sorter) - {"name"}, sorter_options(config.sorter.name)
+    )
+    make_sparsifier(workers=config.workers, dim=1, **{k: v for k, v in config.sparsifier.items() if k != "layers"})
     if config.task.schedule.kind == "step":
         _whole(config, "task.schedule.every", 1)
         _number(config, "task.schedule.factor", above=0.0)
@@ -190,7 +199,10 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
     changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
-    others = "".join(f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter."))
+    sparsifier = "" if config.sparsifier.name == "dense" else f",sparsifier={config.sparsifier.name}"
+    others = sparsifier + "".join(
+        f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter.")
+    )
     folder = ROOT / "results" / "runs" / config.task.name / config.name
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder  # shorter in messages
     size = _effective_size(config, source)
@@ -239,4 +251,5 @@ def _number(
 
 def known_names() -> str:
     """For --help."""
-    return f"tasks: {', '.join(TASKS)}\nsorters: {', '.join(SORTERS)}\nexperiments: {', '.join(choices('experiment'))}"
+    groups = {"tasks": TASKS, "sorters": SORTERS, "sparsifiers": SPARSIFIERS, "experiments": choices("experiment")}
+    return "\n".join(f"{group}: {', '.join(names)}" for group, names in groups.items())

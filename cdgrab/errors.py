@@ -5,5 +5,9 @@ class CdgrabError(ValueError):
     """Bad input, bad data or a run that cannot go on; the message is one sentence for the user."""
 
 
+class NotFiniteError(CdgrabError):
+    """Gradients that are not finite were handed over; nothing was changed by them."""
+
+
 class DivergedError(CdgrabError):
     """The loss or the parameters stopped being finite."""

@@ -18,7 +18,8 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.dim = sum(shape.numel() for shape in self.shapes.values())
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.dim = sum(self.sizes)
 
     def flatten(self, tensors: dict[str, Tensor], batch_dims: int = 0) -> Tensor:
         """Named tensors [batch..., *shape] -> [batch..., dim]."""
@@ -26,7 +27,7 @@ class FlatParameters:
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """[dim] -> named views."""
-        parts = vector.split([shape.numel() for shape in self.shapes.values()])
+        parts = vector.split(self.sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 

@@ -163,10 +163,12 @@ def caption(manifests: list[dict]) -> str:
     count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
     settings = [m["science"] for m in manifests]
     sizes = sorted({m.get("size", "paper") for m in manifests} - {"paper"})
+    sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
     return (
         f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} rows · "
         f"{all_of([s['workers'] for s in settings])} workers, batch {all_of([s['task.batch'] for s in settings])}, "
-        f"lr {all_of([s['task.lr'] for s in settings])}{''.join(f', size {size}' for size in sizes)} · "
+        f"lr {all_of([s['task.lr'] for s in settings])}{''.join(f', size {size}' for size in sizes)}"
+        f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
         f"{count} seed{'s' * (count != '1')}, mean ± std · {_machine(manifests)} · "
         f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
     )

@@ -51,6 +51,7 @@ class RunLog:
             "task": run.config.task.name,
             "sorter": run.config.sorter.name,
             "sorter_label": LABELS[run.config.sorter.name],
+            "sparsifier": run.config.sparsifier.name,
             "seed": run.config.seed,
             "size": run.size,
             "config": OmegaConf.to_container(run.config, resolve=True),

@@ -1,6 +1,6 @@
 """The training loop: one for all tasks, sorters, worker counts and process counts.
 
-    orders ──▶ batches ──▶ unit gradients ──▶ mean over workers ──▶ optimiser ──▶ parameters
+    orders ──▶ batches ──▶ unit gradients ──▶ (sparsified) mean over workers ──▶ optimiser ──▶ parameters
        ▲                        │
        └──────── sorter ◀───────┘
 
@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checkpoint, streams
+from . import checkpoint, kernels, streams
 from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
-from .errors import DivergedError
-from .exchange import Mean, summed
+from .errors import DivergedError, NotFiniteError
+from .exchange import summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
 from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
+from .sparsify import SparseMean, make_sparsifier, sparsifier_options
+from .state import WorkerState
 from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
@@ -55,10 +57,16 @@ class Trainer:
         self.sorter = make_sorter(
             workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
         )
-        self.per_unit = self.sorter.needs_gradients
+        self.sparse_mean = self._sparse_mean()
+        # one unit from each process: what they exchange for the mean gradient is then all that the sorter needs
+        one_unit_each = group.local_workers == 1 and self.microbatch == 1
+        self.shares = one_unit_each and self.sorter.takes_shares and not self.sparse_mean
+        self.per_unit = self.sorter.needs_gradients and not self.shares
 
         def compiled(per_unit: bool) -> Compiled:
             gradients = gradient_function(task, flat, per_unit, config.task.gradients)
+            if self.sparse_mean:
+                return Compiled(gradients, self._traceable())
             return Compiled(summed(gradients, config.workers if group.world_size == 1 else None), self._traceable())
 
         self.gradients = compiled(self.per_unit)
@@ -67,11 +75,10 @@ class Trainer:
         optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
-        if self._compiled() and device.type == "cuda" and group.world_size == 1:
+        if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
         else:
-            self.loop = Steps(*parts)
-        self.loop.keep_shares = self._takes_shares()
+            self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0
         self._warm_up()
 
@@ -91,19 +98,20 @@ class Trainer:
     def _compiled(self) -> bool:
         return self.config.compile == "auto"
 
-    def _takes_shares(self) -> bool:
-        """What the processes exchange for the mean gradient is all that the sorter needs: one unit from each."""
-        one_unit = self.group.local_workers == 1 and self.microbatch == 1
-        mean = Mean(self.group, self.flat.dim, DTYPES[self.config.task.dtype].itemsize)
-        return one_unit and mean.divided and getattr(self.sorter, "divided", False) and self.sorter.sketch is None
+    def _sparse_mean(self) -> SparseMean | None:
+        """None: the plain mean, which is what `dense` means."""
+        options = dict(self.config.sparsifier)
+        if options["name"] == "dense":
+            return None
+        if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
+            options["layers"] = self.flat.sizes
+        return SparseMean(make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options))
 
     def _block_steps(self) -> int:
         sample = self.task.fetch("train", self.owned[:1, :1])
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
-        if self._takes_shares():
-            return 2  # gradients are long then: a pair at a time
         steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
         return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
@@ -122,6 +130,10 @@ class Trainer:
             throwaway.order(0)
             throwaway.observe(range(units), unit_gradients)
             throwaway.order(1)  # by now its signs have been decided: kernels are compiled
+        elif self.shares:
+            rows = torch.zeros(1, 1, 1, dtype=self.loop.parameters.dtype, device=self.device)
+            running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=self.device) for _ in range(2))
+            kernels.balance_divided(rows, running, limits, lambda products: products)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -133,7 +145,7 @@ class Trainer:
             self.epochs_done,
             self.loop.parameters,
             self.loop.optimiser.state,
-            self.sorter,
+            self._holders(),
         )
 
     def load(self) -> None:
@@ -144,7 +156,12 @@ class Trainer:
         refuse_other_settings(self.run, saved["science"], self.run.directory)
         self.epochs_done = saved["epochs_done"]
         self.loop.load(saved["parameters"].to(self.device), [tensor.to(self.device) for tensor in saved["optimiser"]])
-        self.sorter.load_state_dict(saved["sorter"])
+        for name, holder in self._holders().items():
+            holder.load_state_dict(saved[name])
+
+    def _holders(self) -> dict[str, WorkerState]:
+        """What has a state of its own, by its name in the checkpoint."""
+        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -156,9 +173,10 @@ class Trainer:
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
                 first_parameters = self.loop.parameters.clone()
-                self._train_epoch(order, clock, bar)
+                self.train_epoch(order, clock, bar)
                 metrics = self._evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
+                sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
                 clock.lap("evaluation")
                 self.epochs_done += 1
                 phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
@@ -167,6 +185,7 @@ class Trainer:
                     {
                         "epoch": self.epochs_done,
                         **metrics,
+                        **sparsifier,
                         "seconds": training,
                         "order_hash": order_hash,
                         "phases": phases,
@@ -174,7 +193,8 @@ class Trainer:
                 )
                 self.save()
 
-    def _train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+    def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+        """All steps of an epoch in which workers visit their units in this order [local workers, units]."""
         visits = self.owned.gather(1, order.to(self.device))
         self.loop.start_epoch()
         full = self.units // self.microbatch * self.microbatch  # units in steps of full size
@@ -187,13 +207,15 @@ class Trainer:
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> None:
         """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`."""
         workers, units = visits.shape
-        seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+        try:
+            seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+        except NotFiniteError:  # what a sparsifier refuses to average
+            self._diverged(f"at step {self.sparse_mean.sparsifier.iteration % self.steps + 1} of {self.steps}")
         mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         if self.per_unit:
-            observe = self.sorter.observe_shares if self.loop.keep_shares else self.sorter.observe
-            observe(range(start, start + units), seen)
+            self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))

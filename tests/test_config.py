@@ -8,6 +8,7 @@ import torch
 from cdgrab.config import choices, compose
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
+from cdgrab.sparsify import SPARSIFIERS
 from cdgrab.tasks import TASKS, make_task
 from cdgrab.workers import WorkerGroup
 from experiments import train
@@ -137,6 +138,11 @@ BAD = [
     (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),
     (["task.train_share=abc"], "task.train_share must be a number"),
     (["task.state=NY"], "data=embedded was asked for"),
+    (["sparsifier=nonsense"], "unknown sparsifier 'nonsense'; the sparsifiers are cltk, deft"),
+    (["sparsifier=exdyna", "sparsifier.density=2"], "density must be a number above 0 and at most 1, got 2"),
+    (["sparsifier=exdyna", "sparsifier.rule=magic"], "rule must be one of balanced, paper"),
+    (["sparsifier=deft", "sparsifier.layers=[3]"], "layers must sum to dim = 56, got 3"),
+    (["+sparsifier.magic=1"], "sparsifier dense has no option magic; it takes none"),
     (["size=huge"], "size must be smoke, quick or paper"),
 ]
 
@@ -162,7 +168,9 @@ def test_a_missing_gpu_is_said(tmp_path, capsys):
 def test_help_lists_what_there_is(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in [*SORTERS, *TASKS, *choices("experiment"), "torchrun", "resume"])
+    assert all(
+        name in printed for name in [*SORTERS, *SPARSIFIERS, *TASKS, *choices("experiment"), "torchrun", "resume"]
+    )
 
 
 def test_process_counts():

@@ -19,6 +19,9 @@ CASES = {
     "kh": ["sorter=kh", "workers=4"],
     "d_rr": ["sorter=d_rr", "workers=8"],
     "d_rr_float32": ["sorter=d_rr", "workers=4", "task.dtype=float32"],
+    "sparse": ["sorter=cd_grab", "workers=4", "sparsifier=exdyna", "sparsifier.density=0.1"],
+    "sparse_fits": ["sorter=d_rr", "workers=8", "sparsifier=sidco", "sparsifier.density=0.1"],
+    "long_rows_sparse": [*LSTM, "workers=4", "sparsifier=exdyna"],
     "long_rows": [*LSTM, "workers=4"],  # gradients divided by coordinates; on 4 processes on the way to their mean
     "long_rows_units": ["task=cifar10", "task.limit=64", "task.dtype=float64", "workers=8"],  # several units a step
 }
@@ -38,9 +41,9 @@ def overrides(folder, name, processes, *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every case on 1, 2 and 4 processes; cd_grab also started on 4 processes and finished on 2 and on 1."""
+    """Every case on 1, 2 and 4 processes; sparse also started on 4 processes and finished on 2 and on 1."""
     folder = tmp_path_factory.mktemp("runs")
-    halfway = [*overrides(folder, "cd_grab", "halfway")[:-1], f"run_dir={folder / 'halfway'}"]
+    halfway = [*overrides(folder, "sparse", "halfway")[:-1], f"run_dir={folder / 'halfway'}"]
     for processes in (1, 4, 2):
         wanted = [overrides(folder, name, processes) for name in CASES]
         if processes == 4:
@@ -78,6 +81,7 @@ def assert_same(one, other, tolerance):
         assert len(metrics) >= 2 and metrics == {key for key in b if key.startswith(("train_", "test_"))}
         for metric in metrics:
             assert a[metric] == pytest.approx(b[metric], rel=tolerance, abs=tolerance)
+        assert a.get("sparsifier", {}) == pytest.approx(b.get("sparsifier", {}), rel=tolerance)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -86,7 +90,7 @@ def test_process_count_changes_nothing(runs, name, processes):
     one, other = (read_metrics(runs / f"{name}-{n}" / "metrics.jsonl") for n in (1, processes))
     assert len(one) == EPOCHS
     assert len({line["order_hash"] for line in one}) == EPOCHS  # orders do change from epoch to epoch
-    float32 = "float32" in name or name == "long_rows"
+    float32 = "float32" in name or name in ("long_rows", "long_rows_sparse")
     assert_same(one, other, 1e-6 if float32 else 1e-12)
 
 
@@ -100,7 +104,7 @@ def test_waiting_longer_before_an_exchange_changes_nothing(runs):
 
 @pytest.mark.parametrize("name", ["halfway", "halfway-alone"])
 def test_a_run_can_go_on_with_another_number_of_processes(runs, name):
-    assert_same(read_metrics(runs / "cd_grab-1" / "metrics.jsonl"), read_metrics(runs / name / "metrics.jsonl"), 1e-12)
+    assert_same(read_metrics(runs / "sparse-1" / "metrics.jsonl"), read_metrics(runs / name / "metrics.jsonl"), 1e-12)
 
 
 def test_sorters_give_different_orders(runs):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from ..checks import refuse_unknown_options
 from ..errors import CdgrabError
 from .balancing import CoordinatedPairBalance, KernelHalving, MeanBalance, PairBalance
 from .base import Sorter
@@ -38,17 +37,8 @@ def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0,
     gaussian | countsketch) and `sketch_size`, and where signs are decided: `background` (auto | true | false) and how
     much may wait for it, `buffer_mb`.
     """
-    refuse_unknown_options(name, options)
+    refuse_unknown_options("sorter", name, options, sorter_options(name))
     return _class(name)(workers=workers, units=units, dim=dim, seed=seed, group=group, **options)
-
-
-def refuse_unknown_options(name: str, options: Iterable[str]) -> None:
-    """One sentence that names the options there are."""
-    known = sorter_options(name)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise CdgrabError(f"sorter {name} has no option {', '.join(unknown)}; {takes}")
 
 
 def _class(name: str) -> type[Sorter]:

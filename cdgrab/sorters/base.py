@@ -11,12 +11,13 @@ from torch import Tensor
 from .. import streams
 from ..checks import count, is_whole
 from ..errors import CdgrabError
+from ..state import WorkerState
 from ..workers import WorkerGroup
 
 STATE_VERSION = 1
 
 
-class Sorter:
+class Sorter(WorkerState):
     """Chooses, epoch by epoch, the order in which each worker visits its units.
 
     A subclass sets `needs_gradients`, implements `_next_order` and, when it looks at gradients, `_take`. Tensors that
@@ -24,11 +25,13 @@ class Sorter:
     share in `shared`; both are attribute names and make up the state.
     """
 
+    kind = "sorter"
+    progress = ("epoch", "position")  # mid-epoch too
     label: str = ""
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False
+    takes_shares: bool = False  # whether there is an `observe_share` to give it gradients divided by coordinates
     per_worker: tuple[str, ...] = ("_order",)
-    shared: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -86,37 +89,6 @@ class Sorter:
             self._take(gradients)
         self.position += len(positions)
 
-    def state_dict(self) -> dict:
-        """Everything needed to go on from here, mid-epoch too: plain values and tensors only."""
-        return {
-            "identity": self._identity(),
-            "epoch": self.epoch,
-            "position": self.position,
-            "per_worker": {name: getattr(self, name).clone() for name in self.per_worker},
-            "shared": {name: getattr(self, name).clone() for name in self.shared},
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
-        if not isinstance(state, dict) or not {"identity", "epoch", "position", "per_worker", "shared"} <= state.keys():
-            raise CdgrabError("this is not the state of a sorter")
-        mine, theirs = self._identity(), dict(state["identity"])
-        if mine != theirs:
-            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
-            details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
-            raise CdgrabError(f"this state belongs to another sorter: {details}")
-        rows = {len(value) for value in state["per_worker"].values()}
-        names = (set(state["per_worker"]), set(state["shared"]))
-        if names != (set(self.per_worker), set(self.shared)) or rows not in ({self.local_workers}, {self.workers}):
-            raise CdgrabError("this state is incomplete: it lacks tensors or workers")
-        for name in self.per_worker:
-            value = state["per_worker"][name]
-            setattr(self, name, (value if len(value) == self.local_workers else value[self.group.local]).clone())
-        for name in self.shared:
-            setattr(self, name, state["shared"][name].clone())
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._restore()
-
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _next_order(self, epoch: int) -> Tensor:
@@ -129,9 +101,6 @@ class Sorter:
 
     def _start_epoch(self) -> None:
         """Called when a new epoch's order has been made."""
-
-    def _restore(self) -> None:
-        """Called when a state has been loaded, to rebuild what the state does not hold."""
 
     def _options(self) -> dict:
         """Settings that change the orders, beyond those of every sorter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..checks import refuse_unknown_options
 from ..errors import CdgrabError
 from ..workers import WorkerGroup, one_worker_per_process
 from .base import Sparsifier, Stats
@@ -11,6 +12,7 @@ from .deft import DEFT
 from .dense import Dense
 from .exdyna import ExDyna
 from .hard_threshold import HardThreshold
+from .mean import SparseMean
 from .micro import MiCRO
 from .sidco import SIDCo
 from .topk import TopK
@@ -38,14 +40,10 @@ def make_sparsifier(
     """A sparsifier by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
 
     Options: `error_feedback` (true | false) for all but dense; `value` for hard_threshold; `layers` for deft;
-    `threshold` (proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative | static) and
-    `blocks` for exdyna.
+    `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative |
+    static) and `blocks` for exdyna.
     """
-    known = sparsifier_options(name)
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise CdgrabError(f"sparsifier {name} has no option {', '.join(unknown)}; {takes}")
+    refuse_unknown_options("sparsifier", name, options, sparsifier_options(name))
     return _class(name)(workers=workers, dim=dim, density=density, group=group, **options)
 
 
@@ -74,4 +72,13 @@ def _class(name: str) -> type[Sparsifier]:
     return SPARSIFIERS[name]
 
 
-__all__ = ["SPARSIFIERS", "Hook", "Sparsifier", "Stats", "ddp_hook", "make_sparsifier", "sparsifier_options"]
+__all__ = [
+    "SPARSIFIERS",
+    "Hook",
+    "SparseMean",
+    "Sparsifier",
+    "Stats",
+    "ddp_hook",
+    "make_sparsifier",
+    "sparsifier_options",
+]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..checks import count
-from ..errors import CdgrabError
+from ..errors import CdgrabError, NotFiniteError
 from ..exchange import Mean, tree_sum
 from ..sorters.base import all_finite
+from ..state import WorkerState
 from ..workers import WorkerGroup
 
 STATE_VERSION = 1
@@ -33,18 +34,19 @@ class Stats(dict):
         raise AttributeError(f"no {name} in the statistics of the last call: {', '.join(self) or 'there was none'}")
 
 
-class Sparsifier:
+class Sparsifier(WorkerState):
     """A subclass implements `select` and, when it adapts, `_prepare` and `_learn`.
 
     Tensors that belong to a worker are listed in `per_worker` (first dimension: this process's workers), plain values
     that all workers share in `shared`; both are attribute names and make up the state.
     """
 
+    kind = "sparsifier"
+    progress = ("iteration",)
     label: str = ""
     options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
     exclusive: bool = False  # workers never select the same coordinate
     per_worker: tuple[str, ...] = ("_residual",)
-    shared: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Sparsifier:
         selected, index_bytes = self._share(self.select(accumulated))
         union = self._union(selected)
         sums = tree_sum(accumulated.index_select(1, union))
-        average = Mean(self.group, len(union), sums.element_size())(sums)
+        average = Mean(self.group, len(union))(sums)
         update = accumulated.new_zeros(self.dim).index_copy_(0, union, average)
         if self.error_feedback:
             accumulated.index_fill_(1, union, 0)
@@ -100,35 +102,6 @@ class Sparsifier:
     def select(self, accumulated: Tensor) -> list[Tensor]:
         """accumulated [local workers, dim] -> the coordinates each of them wants to send. Changes nothing."""
         raise NotImplementedError
-
-    def state_dict(self) -> dict:
-        """Everything needed to go on from here: plain values and tensors only."""
-        return {
-            "identity": self._identity(),
-            "iteration": self.iteration,
-            "per_worker": {name: getattr(self, name).clone() for name in self.per_worker},
-            "shared": {name: _copied(getattr(self, name)) for name in self.shared},
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
-        if not isinstance(state, dict) or not {"identity", "iteration", "per_worker", "shared"} <= state.keys():
-            raise CdgrabError("this is not the state of a sparsifier")
-        mine, theirs = self._identity(), dict(state["identity"])
-        if mine != theirs:
-            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
-            details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
-            raise CdgrabError(f"this state belongs to another sparsifier: {details}")
-        rows = {len(value) for value in state["per_worker"].values()}
-        names = (set(state["per_worker"]), set(state["shared"]))
-        if names != (set(self.per_worker), set(self.shared)) or rows not in ({self.local_workers}, {self.workers}):
-            raise CdgrabError("this state is incomplete: it lacks values or workers")
-        for name in self.per_worker:
-            value = state["per_worker"][name]
-            setattr(self, name, (value if len(value) == self.local_workers else value[self.group.local]).clone())
-        for name in self.shared:
-            setattr(self, name, _copied(state["shared"][name]))
-        self.iteration = state["iteration"]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -216,9 +189,5 @@ class Sparsifier:
         gradients = gradients.detach()
         finite = torch.tensor([all_finite(gradients)], dtype=torch.uint8, device=gradients.device)
         if not self.group.gather(finite).all():  # all processes refuse together
-            raise CdgrabError(f"gradients must be finite; those of iteration {self.iteration} are not")
+            raise NotFiniteError(f"gradients must be finite; those of iteration {self.iteration} are not")
         return gradients
-
-
-def _copied(value: object) -> object:
-    return list(value) if isinstance(value, list) else value

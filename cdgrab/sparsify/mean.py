@@ -1,0 +1,40 @@
+"""A sparsifier in the place of the plain mean of the training loop, with its statistics by epoch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Sparsifier
+
+LOGGED = ("density", "imbalance", "threshold", "bytes")
+
+
+class SparseMean:
+    """The update [dim] from the mean gradients of this process's workers [local workers, dim]."""
+
+    def __init__(self, sparsifier: Sparsifier) -> None:
+        self.sparsifier = sparsifier
+        self._start()
+
+    def __call__(self, worker_means: Tensor) -> Tensor:
+        update = self.sparsifier.reduce(worker_means)
+        for name in LOGGED:
+            self._sums[name] += self.sparsifier.stats[name] or 0.0  # there may be no threshold
+        self._steps += 1
+        return update
+
+    def epoch_means(self) -> dict[str, float]:
+        """Means since the last call, of all processes: some thresholds are those of a process's own workers.
+
+        build_up is by how much more is sent than was asked for.
+        """
+        means = torch.tensor([[self._sums[name] / max(1, self._steps) for name in LOGGED]], dtype=torch.float64)
+        found = dict(zip(LOGGED, self.sparsifier.group.gather(means).mean(0).tolist(), strict=True))
+        self._start()
+        if self.sparsifier.stats.threshold is None:
+            del found["threshold"]
+        return found | {"build_up": found["density"] / self.sparsifier.density}
+
+    def _start(self) -> None:
+        self._steps, self._sums = 0, dict.fromkeys(LOGGED, 0.0)
