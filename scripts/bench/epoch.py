@@ -91,6 +91,11 @@ def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) 
     return order, {"seconds": seconds, "cpu_seconds": cpu_seconds, "phases": clock.seconds}
 
 
+def _most_sent(group: workers.WorkerGroup) -> int:
+    """Bytes, by the process that sent most."""
+    return int(group.gather(torch.tensor([group.traffic.sent])).max())
+
+
 def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
     keep_freed_memory()
     runs = {sorter: compose([*settings, f"sorter={sorter}"]) for sorter in SORTERS}
@@ -113,7 +118,7 @@ def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
         "steps": some.steps,
         "dim": some.flat.dim,
         "data": some.run.source.description,
-        "bytes_per_step": {s: round(t.group.traffic.sent / (t.steps * epoch)) for s, t in trainers.items()},
+        "bytes_per_step": {s: _most_sent(t.group) // (t.steps * epoch) for s, t in trainers.items()},
     }
     for sorter in SORTERS:  # one's wait is another's work: CPU time of all processes together
         of_this = torch.tensor([times["cpu_seconds"] for times in found[sorter]], dtype=torch.float64)
