@@ -106,4 +106,4 @@ def _test(words: str, task: str, skewed: pd.DataFrame) -> Verdict:
 def _run(settings: DictConfig, case: dict) -> dict[str, list]:
     last = settings.tasks[case["task"]].epochs
     changes = {"partition": "dirichlet", "alpha": case["alpha"], "herding_every": last}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], case["seed"], **changes)))
+    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))

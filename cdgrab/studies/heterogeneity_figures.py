@@ -49,7 +49,7 @@ def _draw(panel: Axes, study: Study, task: str, sorter: str, values) -> None:
     alphas = list(study.settings.alphas)
     found: list[Estimate] = [estimate(pd.Series(values(of_task(study.table, task, alpha)))) for alpha in alphas]
     style = line_style(sorter)
-    panel.plot(alphas, [value.mean for value in found], "o-", ms=3.4, label=label(sorter), **style)
+    panel.plot(alphas, [value.mean for value in found], marker="o", ms=3.4, label=label(sorter), **style)
     if all(np.isfinite(value.low) for value in found):
         low, high = [value.low for value in found], [value.high for value in found]
         panel.fill_between(alphas, low, high, color=style["color"], alpha=0.15, lw=0)

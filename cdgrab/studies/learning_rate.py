@@ -65,7 +65,7 @@ class Measured:
 
 def every_measured(table: pd.DataFrame, settings: DictConfig) -> Iterator[Measured]:
     for task in settings.tasks:
-        for optimiser in (name for name, rates in settings.rates[task].items() if rates):
+        for optimiser in settings.rates[task]:
             yield Measured(table, settings, task, optimiser)
 
 
@@ -128,4 +128,4 @@ def _grows(measured: Measured) -> Verdict:
 
 def _run(settings: DictConfig, case: dict) -> dict[str, list]:
     changes = {"optimiser": case["optimiser"], "lr": case["rate"]}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], case["seed"], **changes)))
+    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))

@@ -44,7 +44,7 @@ def _draw_losses(panel: Axes, measured: Measured, sorter: str) -> None:
     rows = measured.rows[measured.rows["sorter"] == sorter]
     by_rate, stable = rows.groupby("rate")[LOSS], measured.stable_rates(sorter)
     mean, style = by_rate.mean().clip(upper=rows["start_loss"].mean() * 1.03), line_style(sorter)
-    panel.plot(mean[stable], "o-", ms=3.4, label=label(sorter), **style)
+    panel.plot(mean[stable], marker="o", ms=3.4, label=label(sorter), **style)
     panel.plot(mean.drop(stable), "x", ms=5, color=style["color"])
 
 
@@ -52,7 +52,7 @@ def _draw_differences(panel: Axes, measured: Measured, sorter: str) -> None:
     stable = measured.stable_rates(sorter, BASELINE)
     values = [estimate(measured.differences(rate, sorter)) for rate in stable]
     style = line_style(sorter)
-    panel.plot(stable, [value.mean for value in values], "o-", ms=3.4, **style)
+    panel.plot(stable, [value.mean for value in values], marker="o", ms=3.4, **style)
     if all(np.isfinite(value.low) for value in values):
         low, high = [value.low for value in values], [value.high for value in values]
         panel.fill_between(stable, low, high, color=style["color"], alpha=0.18, lw=0)

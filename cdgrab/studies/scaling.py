@@ -149,7 +149,7 @@ def _changes(settings: DictConfig, case: dict) -> dict:
 
 def _train(settings: DictConfig, case: dict) -> dict[str, list]:
     changes = _changes(settings, case) | {"herding_every": settings.tasks[case["task"]].epochs}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], case["seed"], **changes)))
+    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))
 
 
 def _time(settings: DictConfig, case: dict) -> dict[str, list]:
@@ -157,7 +157,7 @@ def _time(settings: DictConfig, case: dict) -> dict[str, list]:
     from scripts.bench import epoch  # the benchmark of epochs, with this study's runs
     from scripts.bench.measure import under_torchrun
 
-    run = [o for o in overrides(settings, case["task"], "", 0, **_changes(settings, case)) if o != "sorter="]
+    run = [o for o in overrides(settings, case["task"], "", **_changes(settings, case)) if o != "sorter="]
     arguments = (str(settings.timed_epochs), "0", *run)
     if case["processes"] == 1:
         with tempfile.TemporaryDirectory() as folder:

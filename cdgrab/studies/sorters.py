@@ -71,4 +71,4 @@ def sorter_table(table: pd.DataFrame, settings: DictConfig) -> str:
 
 def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
     one_worker = {"workers": 1} if name_of(sorter) in CENTRAL else {}
-    return outcome(train(overrides(settings, task, sorter, seed, **one_worker)))
+    return outcome(train(overrides(settings, task, sorter, **one_worker), seed))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ..config import compose, flatten
+from ..config import Run, compose, flatten
 from ..errors import DivergedError
 from ..tasks import make_task
 from ..train import Trainer
@@ -23,7 +27,7 @@ TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "
 CPU = torch.device("cpu")
 
 
-def overrides(settings: DictConfig, task: str, sorter: str, seed: int, **changes: object) -> list[str]:
+def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -> list[str]:
     """The run of one task as configs/study/<name>.yaml has it under `tasks`, with some of its settings changed.
 
     A sorter may carry options, as in the folder names of runs: "cd_grab,sketch=countsketch,sketch_size=64".
@@ -33,22 +37,34 @@ def overrides(settings: DictConfig, task: str, sorter: str, seed: int, **changes
     chosen = {key if key in OF_THE_RUN else f"task.{key}": value for key, value in chosen.items()}
     data = "embedded" if settings.sources[task] == "embedded" else "auto"
     return [
-        *(f"task={task}", f"sorter={name}", f"seed={seed}", f"data={data}", "size=paper", "device=cpu"),
+        *(f"task={task}", f"sorter={name}", f"data={data}", "size=paper", "device=cpu"),
         f"compile={settings.compile}",
         *(f"{key}={value}" for key, value in chosen.items()),
         *(f"sorter.{option}" for option in options),
     ]
 
 
-def train(run_overrides: list[str]) -> list[dict]:
+def train(run_overrides: list[str], seed: int) -> list[dict]:
     """Metrics by epoch, those of the untrained model first; a run that diverges ends early."""
     with tempfile.TemporaryDirectory() as folder:
-        run = compose([*run_overrides, f"run_dir={folder}"])
+        run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
         trainer = Trainer(run, make_task(run.config, run.source, CPU), WorkerGroup(run.config.workers), CPU)
         log = _Epochs(trainer.evaluate())
         with contextlib.suppress(DivergedError):
             trainer.fit(log, quiet=True)
     return log.epochs
+
+
+@lru_cache(maxsize=256)
+def _composed(run_overrides: tuple[str, ...]) -> Run:
+    """Once for all seeds: it takes as long as a small run."""
+    return compose(list(run_overrides))
+
+
+def _with_seed(run: Run, seed: int, folder: Path) -> Run:
+    config = deepcopy(run.config)
+    config.seed = seed
+    return replace(run, config=config, directory=folder)
 
 
 def outcome(epochs: list[dict]) -> dict[str, list]:
