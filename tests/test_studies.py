@@ -441,7 +441,7 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["study=nonsense"], "unknown study 'nonsense'; the studies are heterogeneity, herding"),
+        (["study=nonsense"], "unknown study 'nonsense'; the studies are herding, heterogeneity"),
         (["study=herding", "size=huge"], "size must be smoke, quick or paper, got 'huge'"),
         (["study=herding", "study.seeds=0"], "study.seeds must be a whole number of at least 1, got 0"),
         (["study=herding", "study.nonsense=1"], "nonsense"),
@@ -459,7 +459,7 @@ def test_refusals_are_one_sentence(arguments, message, capsys):
 
 def test_help_names_the_studies(capsys):
     assert main(["--help"]) == 0
-    assert "studies: heterogeneity, herding, learning_rate, rates, scaling, sorters" in capsys.readouterr().out
+    assert "studies: herding, heterogeneity, learning_rate, rates, scaling, sorters" in capsys.readouterr().out
 
 
 def test_no_results_is_one_sentence(monkeypatch, tmp_path):

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import pandas as pd
@@ -155,12 +157,21 @@ def _computing(jobs: int) -> Iterator[Callable[[Part], Callable[[], dict]]]:
     if jobs == 1:
         yield lambda part: partial(_timed, part)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
         try:
             yield lambda part: pool.submit(_timed, part).result
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what is under way ends, the rest does not begin
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise CdgrabError("a process was killed, perhaps for want of memory; jobs=1 needs least") from error
             raise
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
 
 
 def _timed(part: Part) -> dict:
