@@ -104,11 +104,17 @@ def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
         "steps": some.steps,
         "dim": some.flat.dim,
         "data": some.run.source.description,
-        "bytes_per_step": {s: round(t.group.traffic.sent / (t.steps * epoch)) for s, t in trainers.items()},
+        "bytes_per_step": {sorter: _bytes_per_step(trainer, epoch) for sorter, trainer in trainers.items()},
     }
     if some.group.rank == 0:
         Path(f"{target}0").write_text(json.dumps(found))
     workers.disconnect()
+
+
+def _bytes_per_step(trainer: Trainer, epochs: int) -> int:
+    """Of the process that sends most; all call this."""
+    sent = torch.tensor([trainer.group.traffic.sent])
+    return round(int(trainer.group.gather(sent).max()) / (trainer.steps * epochs))
 
 
 if __name__ == "__main__":
