@@ -1,4 +1,4 @@
-"""CIFAR-10: LeNet classifies small pictures (paper: Figures 4, 9 and 12)."""
+"""CIFAR-10: LeNet, or a ResNet-18, classifies small pictures (paper: Figures 4, 9 and 12, with LeNet)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.func import functional_call
 from .. import streams
 from ..data import cifar10
 from ..data.sources import Source
+from ..errors import CdgrabError
 from .base import DTYPES, Task, add_totals, initialised
+from .resnet import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
 EVALUATED_AT_ONCE = 2000  # images
@@ -39,7 +41,9 @@ class LeNetCifar10(Task):
         self.rows = {"all": len(rows), "train": self.train_units, "test": self.test_units}
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in (MEAN, STD))
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
-        self.model = initialised(lenet, seed, config.dtype, device)
+        if config.model not in MODELS:
+            raise CdgrabError(f"task.model must be {' or '.join(MODELS)}, got {config.model!r}")
+        self.model = initialised(MODELS[config.model], seed, config.dtype, device)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         images, labels = self._data[split]
@@ -121,3 +125,6 @@ def lenet() -> nn.Module:
         *(nn.Linear(120, 84), nn.ReLU()),
         nn.Linear(84, cifar10.CLASSES),
     )
+
+
+MODELS = {"lenet": lenet, "resnet18": lambda: ResNet18(cifar10.CLASSES)}
