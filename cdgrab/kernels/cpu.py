@@ -11,9 +11,21 @@ from ..balance import kh_threshold
 
 LONG = 512  # coordinates from which on four rows at a time are faster
 CHUNK = 2**13  # coordinates that one thread takes at a time
+
+
+def can_keep_code() -> bool:
+    """Whether numba finds a place for compiled code: NUMBA_CACHE_DIR, this folder, or one in the home folder."""
+    try:
+        njit(cache=True)(lambda: None)
+        return True
+    except RuntimeError:  # a read-only installation for a user without a home: every process then compiles by itself
+        return False
+
+
+_keep = can_keep_code()
 # Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
 # memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
-_compile = njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+_compile = njit(cache=_keep, nogil=True, fastmath={"reassoc", "contract"})
 
 
 @_compile
@@ -92,18 +104,22 @@ def _pass_over_chunk(r, old, old_signs, new, start, end, products):
             products[i] = values[i]
 
 
-@_compile
-def _pass(r, old, old_signs, new, products):
-    for chunk in range(len(products)):
-        end = min((chunk + 1) * CHUNK, r.size)
-        _pass_over_chunk(r, old, old_signs, new, chunk * CHUNK, end, products[chunk])
-
-
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=_keep, nogil=True, parallel=True)
 def _pass_by_threads(r, old, old_signs, new, products):
     for chunk in prange(len(products)):
         end = min((chunk + 1) * CHUNK, r.size)
         _pass_over_chunk(r, old, old_signs, new, chunk * CHUNK, end, products[chunk])
+
+
+@_compile
+def _pass(r, old, old_signs, new, products, threads):
+    """`threads`: None or their number. Numba compiles the two cases separately, and the first starts no threads."""
+    if threads is None:
+        for chunk in range(len(products)):
+            end = min((chunk + 1) * CHUNK, r.size)
+            _pass_over_chunk(r, old, old_signs, new, chunk * CHUNK, end, products[chunk])
+    else:
+        _pass_by_threads(r, old, old_signs, new, products)
 
 
 @_compile
@@ -119,34 +135,28 @@ def _decide_four(products, limits, signs):
     signs[3] = 1.0 if p[3] + signs[0] * p[6] + signs[1] * p[8] + signs[2] * p[9] <= limits[3] else -1.0
 
 
-def _by_fours(one_pass):
+@_compile
+def _balance_by_fours(rows, r, limits, signs, threads):
     """Groups of four never reach across positions: how an epoch is split into calls then changes no rounding."""
-
-    def balance_by_fours(rows, r, limits, signs):
-        positions, workers = rows.shape[:2]
-        products = np.empty(((r.size + CHUNK - 1) // CHUNK, 10))
-        old_signs, new_signs, new_limits = np.zeros(4), np.zeros(4), np.zeros(4)
-        old = (rows[0, 0], rows[0, 0], rows[0, 0], rows[0, 0])
-        for k in range(positions):
-            for w in range(0, workers, 4):
-                last = workers - 1  # short of four, the last row stands in, without effect
-                w1, w2, w3 = min(w + 1, last), min(w + 2, last), min(w + 3, last)
-                new = (rows[k, w], rows[k, w1], rows[k, w2], rows[k, w3])
-                one_pass(r, old, old_signs, new, products)
-                for i in range(4):
-                    new_limits[i] = limits[k, min(w + i, last)]
-                _decide_four(products, new_limits, new_signs)
-                for i in range(4):
-                    old_signs[i] = new_signs[i] if w + i <= last else 0.0
-                    if w + i <= last:
-                        signs[k, w + i] = np.int8(new_signs[i])
-                old = new
-        one_pass(r, old, old_signs, old, products[:, :0])
-
-    return njit(nogil=True)(balance_by_fours)
-
-
-_balance_by_fours, _balance_by_fours_and_threads = _by_fours(_pass), _by_fours(_pass_by_threads)
+    positions, workers = rows.shape[:2]
+    products = np.empty(((r.size + CHUNK - 1) // CHUNK, 10))
+    old_signs, new_signs, new_limits = np.zeros(4), np.zeros(4), np.zeros(4)
+    old = (rows[0, 0], rows[0, 0], rows[0, 0], rows[0, 0])
+    for k in range(positions):
+        for w in range(0, workers, 4):
+            last = workers - 1  # short of four, the last row stands in, without effect
+            w1, w2, w3 = min(w + 1, last), min(w + 2, last), min(w + 3, last)
+            new = (rows[k, w], rows[k, w1], rows[k, w2], rows[k, w3])
+            _pass(r, old, old_signs, new, products, threads)
+            for i in range(4):
+                new_limits[i] = limits[k, min(w + i, last)]
+            _decide_four(products, new_limits, new_signs)
+            for i in range(4):
+                old_signs[i] = new_signs[i] if w + i <= last else 0.0
+                if w + i <= last:
+                    signs[k, w + i] = np.int8(new_signs[i])
+            old = new
+    _pass(r, old, old_signs, old, products[:, :0], threads)
 
 
 @_compile
@@ -206,9 +216,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if rows.shape[2] > CHUNK else 1
     if threads > 1:
         set_num_threads(threads)
-        _balance_by_fours_and_threads(*arrays)
-    else:
-        _balance_by_fours(*arrays)
+    _balance_by_fours(*arrays, threads if threads > 1 else None)
     return signs
 
 
