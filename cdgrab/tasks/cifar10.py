@@ -21,12 +21,12 @@ EVALUATED_AT_ONCE = 2000  # images
 class LeNetCifar10(Task):
     """Units are images. They stay bytes in memory and are normalised when fetched: a quarter of the space."""
 
-    name = "cifar10"
+    name, counted = "cifar10", "pictures"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         pictures, checksums = cifar10.load(source)
         source.checksums.update(checksums)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         rows, cut = np.arange(len(pictures.labels)), pictures.train
         if cut is None:
             rows, cut = streams.stream(seed, "split").permutation(rows), int(config.train_share * len(rows))
