@@ -51,7 +51,7 @@ def test_every_sweep_of_an_experiment_names_settings_that_exist(experiment):
 def test_every_task_builds_on_its_embedded_default(name):
     run = compose([f"task={name}", "data=embedded", "size=smoke"])
     task = make_task(run.config, run.source, torch.device("cpu"))
-    owned = task.partition(4, torch.randperm(task.train_units))
+    owned = task.partition(torch.randperm(task.train_units))
     assert owned.shape[0] == 4 and len(owned.unique()) == owned.numel()
     assert task.source.embedded and task.rows["all"] > 0 and task.test_units > 0
 
@@ -138,6 +138,8 @@ BAD = [
     (["task.train_share=abc"], "task.train_share must be a number"),
     (["task.state=NY"], "data=embedded was asked for"),
     (["size=huge"], "size must be smoke, quick or paper"),
+    (["task.presets=null"], "task.presets.embedded must have settings for every size, got None"),
+    (["task.presets.embedded.smoke=null"], "task.presets.embedded must have settings for every size"),
 ]
 
 
@@ -162,7 +164,10 @@ def test_a_missing_gpu_is_said(tmp_path, capsys):
 def test_help_lists_what_there_is(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in [*SORTERS, *TASKS, *choices("experiment"), "torchrun", "resume"])
+    assert all(
+        name in printed
+        for name in [*SORTERS, *TASKS, *choices("experiment"), "torchrun", "resume", "size=smoke|quick|paper"]
+    )
 
 
 def test_process_counts():
