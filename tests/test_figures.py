@@ -20,6 +20,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.published import published
 from cdgrab.results import Group, groups, sweeps
 from cdgrab.runlog import read_manifest, read_metrics
+from scripts import notebook
 from scripts.reproduce import EXPERIMENTS
 
 METRICS = ("train_loss", "test_accuracy")
@@ -375,3 +376,28 @@ def test_notebooks_only_read_results():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
         assert "cdgrab" in code and not re.search(r"\bopen\(|data_root|CDGRAB_DATA|plt\.(?!show)", code)
+
+
+def test_notebooks_share_a_process_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebook, "ROOT", tmp_path)
+    monkeypatch.setattr(notebook, "FOLDER", tmp_path)
+    sources = {
+        "first": ["import os; left = os.getpid()", "print(left, os.environ.get('CDGRAB_GROUP'))"],
+        "second": ["import os", "print(os.getpid(), os.environ.get('CDGRAB_GROUP'), 'left' in globals())"],
+        "broken": ["1 / 0"],
+    }
+    for name, cells in sources.items():
+        content = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        nbformat.write(content, tmp_path / f"{name}.ipynb")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    printed = []
+    for name, group in (("first", "one"), ("second", None)):
+        monkeypatch.setenv("CDGRAB_GROUP", group) if group else monkeypatch.delenv("CDGRAB_GROUP")
+        cells = nbformat.read(notebook.execute(name), as_version=4).cells
+        assert [cell.execution_count for cell in cells] == [1, 2]
+        printed.append("".join(output.text for output in cells[1].outputs).split())
+    with pytest.raises(CdgrabError, match="notebook broken failed: ZeroDivisionError: division by zero"):
+        notebook.execute("broken")
+    (process, *first), (same, *second) = printed
+    assert process == same and int(process) != os.getpid() and (first, second) == (["one"], ["None", "False"])
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
