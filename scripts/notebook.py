@@ -31,6 +31,8 @@ import os, sys
 for name in [name for name in os.environ if name.startswith("CDGRAB_")]:
     del os.environ[name]
 os.environ.update({settings})
+if sys.path[0] != {root}:  # this checkout's cdgrab, whatever PYTHONPATH names
+    sys.path.insert(0, {root})
 if "matplotlib.pyplot" in sys.modules:
     sys.modules["matplotlib.pyplot"].close("all")
 get_ipython().reset()
@@ -44,7 +46,8 @@ def execute(name: str, in_place: bool = False) -> Path:
     target = source if in_place else ROOT / "results" / "notebooks" / source.name
     notebook = nbformat.read(source, as_version=4)
     settings = {key: value for key, value in os.environ.items() if key.startswith("CDGRAB_")}
-    start = nbformat.v4.new_code_cell(FRESH_START.replace("{settings}", repr(settings)))
+    fresh = FRESH_START.replace("{settings}", repr(settings)).replace("{root}", repr(str(ROOT)))
+    start = nbformat.v4.new_code_cell(fresh)
     try:
         for some in (nbformat.v4.new_notebook(cells=[start]), notebook):
             _run(some)

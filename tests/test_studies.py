@@ -475,7 +475,6 @@ def call(checkout, *runs):
     return subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=1800)
 
 
-@pytest.mark.xfail(reason="the figures are not where they should be since notebooks share a process; to be found out")
 def test_studies_leave_results_executed_notebooks_figures_and_verdicts(checkout):
     done = call(checkout, ["study=herding", "size=smoke"], ["study=rates", "size=smoke"])
     assert done.returncode == 0, done.stderr
