@@ -3,7 +3,7 @@
 Gradients are summed in a fixed tree over the workers. A process sums its own workers, a branch of the tree; then the
 processes' sums meet. Large ones meet coordinate by coordinate: each process gets its share of the coordinates from all
 (an all-to-all), sums that, and the shares are gathered, at the traffic of an all-reduce. When every process contributes
-the gradient of one unit, what it receives on the way is all that coordinated ordering needs: `Mean.shares`.
+the gradient of one unit, what it receives on the way is all that coordinated ordering needs: `Mean.take_shares`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .gradients import GradientFunction
-from .workers import GATHERED_BYTES, WorkerGroup
+from .workers import WorkerGroup
 
 
 def tree_sum(rows: Tensor) -> Tensor:
@@ -42,14 +42,20 @@ def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tupl
 class Mean:
     """The mean gradient [dim] from every process's sum over its workers [dim]."""
 
-    def __init__(self, group: WorkerGroup, dim: int, element_size: int) -> None:
-        self.group, self.dim = group, dim
-        self.divided = group.world_size > 1 and dim * element_size * group.world_size > GATHERED_BYTES
-        self.shares: Tensor | None = None  # [processes, width], this process's coordinates of the last sums
+    def __init__(self, group: WorkerGroup, dim: int, *, keep_shares: bool = False) -> None:
+        self.group, self.dim, self.keep_shares = group, dim, keep_shares
+        self._shares: Tensor | None = None
 
     def __call__(self, local_sum: Tensor) -> Tensor:
         group = self.group
-        if not self.divided:
+        if not group.divides(self.dim):
             return tree_sum(group.gather(local_sum[None])) / group.workers
-        self.shares = group.shard(local_sum)
-        return group.unshard(tree_sum(self.shares) / group.workers, self.dim)
+        shares = group.shard(local_sum)
+        if self.keep_shares:
+            self._shares = shares
+        return group.unshard(tree_sum(shares) / group.workers, self.dim)
+
+    def take_shares(self) -> Tensor:
+        """This process's coordinates of the last sums, [processes, width]; they are not kept any longer."""
+        shares, self._shares = self._shares, None
+        return shares

@@ -34,6 +34,7 @@ class OrderServer:
     def start(self, first: int) -> None:
         """A new epoch, or one that goes on at row `first`. What was pending is forgotten."""
         self._collected: list[Tensor] = []
+        self._collected_bytes = 0
         self._next = first  # number of the first row that has not been handed to `decide`
         self._running: deque[_Block] = deque()
         self._decided: list[_Block] = []
@@ -41,7 +42,8 @@ class OrderServer:
     def submit(self, rows: Tensor) -> None:
         """Take the next rows [n, ...]. They belong to the server from now on."""
         self._collected.append(rows)
-        if sum(map(_bytes, self._collected)) >= self._block_bytes:
+        self._collected_bytes += _bytes(rows)
+        if self._collected_bytes >= self._block_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -49,7 +51,7 @@ class OrderServer:
         if not self._collected:
             return
         rows = self._collected[0] if len(self._collected) == 1 else torch.cat(self._collected)
-        self._collected = []
+        self._collected, self._collected_bytes = [], 0
         while self._running and sum(block.size for block in self._running) + _bytes(rows) > self._buffer_bytes:
             self._settle_oldest()
         self._running.append(self._begin(self._next, rows))

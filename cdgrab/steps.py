@@ -6,6 +6,8 @@ that finds its data by a counter on the device, and is then replayed. Small mode
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,16 +30,18 @@ class Steps:
         optimiser: Optimiser,
         group: WorkerGroup,
         parameters: Tensor,
+        observe_share: Callable[[Tensor], None] | None = None,
         sparse_mean: SparseMean | None = None,
     ) -> None:
         """gradients: a gradient function with the workers `summed`, to their mean where this is the only process; not
-        summed where a sparsifier takes the mean."""
+        summed where a sparsifier takes the mean.
+        observe_share: is given what the exchange of every step leaves here (see `exchange`)."""
         self.task, self.gradients, self.optimiser, self.group = task, gradients, optimiser, group
         self.parameters = parameters
+        self.observe_share = observe_share
         self.mean = sparse_mean
         if not sparse_mean and group.world_size > 1:
-            self.mean = Mean(group, len(parameters), parameters.element_size())
-        self.keep_shares = False  # return what the exchange leaves here instead of unit gradients
+            self.mean = Mean(group, len(parameters), keep_shares=bool(observe_share))
         self.carry = task.first_carry(group.local_workers)
 
     def start_epoch(self) -> None:
@@ -47,11 +51,11 @@ class Steps:
         """Go on from these instead."""
         self.parameters, self.optimiser.state = parameters, optimiser_state
 
-    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor | list[Tensor], Tensor]:
+    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
         """Steps of equal shape: visits [local workers, steps, microbatch], indices of units.
 
-        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, or a
-        list of shares (see `exchange`), one per step; and the losses [local workers, steps].
+        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, and the
+        losses [local workers, steps].
         """
         stacked = visits.transpose(0, 1).contiguous()
         batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
@@ -64,13 +68,14 @@ class Steps:
             if self.mean:
                 mean = self.mean(mean)
                 clock.lap("communication")
+            if self.observe_share:
+                self.observe_share(self.mean.take_shares())
+                clock.lap("ordering")
             self.parameters = self.optimiser.step(self.parameters, mean)
-            seen.append(self.mean.shares if self.keep_shares else unit_gradients)
+            seen.append(unit_gradients)
             losses.append(worker_losses)
             clock.lap("optimiser")
         losses = torch.stack(losses, dim=1)
-        if self.keep_shares:
-            return seen, losses
         return torch.cat(seen, dim=1) if seen[0].numel() else seen[0], losses
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checkpoint, streams
+from . import checkpoint, kernels, streams
 from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
 from .errors import DivergedError, NotFiniteError
-from .exchange import Mean, summed
+from .exchange import summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
 from .optimisers import Optimiser
@@ -57,8 +57,11 @@ class Trainer:
         self.sorter = make_sorter(
             workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
         )
-        self.per_unit = self.sorter.needs_gradients
         self.sparse_mean = self._sparse_mean()
+        # one unit from each process: what they exchange for the mean gradient is then all that the sorter needs
+        one_unit_each = group.local_workers == 1 and self.microbatch == 1
+        self.shares = one_unit_each and self.sorter.takes_shares and not self.sparse_mean
+        self.per_unit = self.sorter.needs_gradients and not self.shares
 
         def compiled(per_unit: bool) -> Compiled:
             gradients = gradient_function(task, flat, per_unit, config.task.gradients)
@@ -71,12 +74,11 @@ class Trainer:
         self.unit_gradients = self.gradients if self.per_unit else compiled(True)
         optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
-        parts = (task, self.gradients, optimiser, group, parameters, self.sparse_mean)
+        parts = (task, self.gradients, optimiser, group, parameters)
         if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
         else:
-            self.loop = Steps(*parts)
-        self.loop.keep_shares = self._takes_shares()
+            self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0
         self._warm_up()
 
@@ -105,21 +107,11 @@ class Trainer:
             options["layers"] = self.flat.sizes
         return SparseMean(make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options))
 
-    def _takes_shares(self) -> bool:
-        """What the processes exchange for the mean gradient is all that the sorter needs: one unit from each."""
-        if self.sparse_mean:
-            return False
-        one_unit = self.group.local_workers == 1 and self.microbatch == 1
-        mean = Mean(self.group, self.flat.dim, DTYPES[self.config.task.dtype].itemsize)
-        return one_unit and mean.divided and getattr(self.sorter, "divided", False) and self.sorter.sketch is None
-
     def _block_steps(self) -> int:
         sample = self.task.fetch("train", self.owned[:1, :1])
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
-        if self._takes_shares():
-            return 2  # gradients are long then: a pair at a time
         steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
         return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
@@ -138,6 +130,10 @@ class Trainer:
             throwaway.order(0)
             throwaway.observe(range(units), unit_gradients)
             throwaway.order(1)  # by now its signs have been decided: kernels are compiled
+        elif self.shares:
+            rows = torch.zeros(1, 1, 1, dtype=self.loop.parameters.dtype, device=self.device)
+            running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=self.device) for _ in range(2))
+            kernels.balance_divided(rows, running, limits, lambda products: products)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -177,7 +173,7 @@ class Trainer:
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
                 first_parameters = self.loop.parameters.clone()
-                self._train_epoch(order, clock, bar)
+                self.train_epoch(order, clock, bar)
                 metrics = self._evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
                 sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
@@ -197,7 +193,8 @@ class Trainer:
                 )
                 self.save()
 
-    def _train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+    def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+        """All steps of an epoch in which workers visit their units in this order [local workers, units]."""
         visits = self.owned.gather(1, order.to(self.device))
         self.loop.start_epoch()
         full = self.units // self.microbatch * self.microbatch  # units in steps of full size
@@ -218,8 +215,7 @@ class Trainer:
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         if self.per_unit:
-            observe = self.sorter.observe_shares if self.loop.keep_shares else self.sorter.observe
-            observe(range(start, start + units), seen)
+            self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))

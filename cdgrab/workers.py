@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import CdgrabError
 
 DEVICES = ("auto", "cpu", "cuda")
-GATHERED_BYTES = 2**18  # for all processes together: below, one collective is faster than two with less traffic
+WHOLE = 2**16  # numbers of all processes together up to which one collective is faster than two with less traffic
 
 # The first name is new in torch 2.13, where the second is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,6 +75,22 @@ class WorkerGroup:
             _all_gather(out, tensor.contiguous(), group=self.channel)
             self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
         return out
+
+    def collect(self, tensor: Tensor) -> Tensor | None:
+        """Like `gather`, on the first process; None on the others."""
+        if self.world_size == 1:
+            return tensor
+        if self.rank:
+            dist.gather(tensor.contiguous(), group_dst=0, group=self.channel)
+            self.traffic.sent += _bytes(tensor)
+            return None
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        dist.gather(tensor.contiguous(), list(out), group_dst=0, group=self.channel)
+        return out.flatten(0, 1)
+
+    def divides(self, dim: int) -> bool:
+        """Whether vectors of this length are divided among the processes by coordinates instead of sent whole."""
+        return self.world_size > 1 and dim * self.world_size > WHOLE
 
     def widths(self, dim: int) -> list[int]:
         """How many of `dim` coordinates each process takes when they are divided."""

@@ -8,7 +8,6 @@ from conftest import make_gradients
 
 import cdgrab
 from cdgrab import exchange, workers
-from cdgrab.sorters import balancing
 from cdgrab.workers import connect
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes
@@ -32,7 +31,7 @@ def name_of(shape, kind, options):
 def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
     """Orders of all epochs for this process's workers; the gradients come in two uneven calls."""
     count, units, dim = shape
-    balancing.GATHERED_BYTES = 0 if divided else 2**40
+    workers.WHOLE = 0 if divided else 2**40
     settings = {"workers": count, "units": units, "dim": dim, "seed": 5, "group": group, "buffer_mb": buffer_mb}
     sorter = cdgrab.make_sorter("cd_grab", **settings, **options)
     found = []
@@ -51,29 +50,26 @@ def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
 def orders_from_shares(group, shape, kind):
     """One worker per process, whose gradients are divided on the way to their mean."""
     count, units, dim = shape
-    balancing.GATHERED_BYTES = exchange.GATHERED_BYTES = 0
+    workers.WHOLE = 0
     sorter = cdgrab.make_sorter("cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
-    mean = exchange.Mean(group, dim, 8)
+    mean = exchange.Mean(group, dim, keep_shares=True)
     found = []
     for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
         found.append(sorter.order(epoch))
-        for start in range(0, units, 2):
-            shares = []
-            for unit in range(start, min(start + 2, units)):
-                average = mean(gradients[group.rank, unit])
-                torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
-                shares.append(mean.shares)
-            sorter.observe_shares(range(start, start + len(shares)), shares)
+        for unit in range(units):
+            average = mean(gradients[group.rank, unit])
+            torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
+            sorter.observe_share(mean.take_shares())
     return torch.stack([*found, sorter.order(EPOCHS)])
 
 
 def means(group, divided):
     """Means over all workers' gradients in float32, where the order of summation shows."""
-    exchange.GATHERED_BYTES = 0 if divided else 2**40
+    workers.WHOLE = 0 if divided else 2**40
     found = []
     for dim in (1, 2, 7, 1000):
         gradients = torch.randn(group.workers, dim, generator=torch.Generator().manual_seed(dim))
-        found.append(exchange.Mean(group, dim, 4)(exchange.tree_sum(gradients[group.local])))
+        found.append(exchange.Mean(group, dim)(exchange.tree_sum(gradients[group.local])))
     return found
 
 

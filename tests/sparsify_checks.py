@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
-from cdgrab import exchange, workers
+from cdgrab import workers
 from cdgrab.sparsify import ddp_hook, make_sparsifier
 from cdgrab.workers import WorkerGroup, connect
 from examples import ddp_sparsify
@@ -39,7 +39,7 @@ def trajectory(group, shape, variant):
     """Updates and index sets of all iterations. One call is refused for a single worker's sake; later the state of all
     workers goes to a new object."""
     (count, dim, divided), (name, options) = shape, variant
-    exchange.GATHERED_BYTES = 0 if divided else 2**40
+    workers.WHOLE = 0 if divided else 2**40
     settings = {"workers": count, "dim": dim, "density": 0.05, "group": group, **options}
     found, steps = make_sparsifier(name, **settings), []
     for iteration, everybody in enumerate(gradients(count, dim)):

@@ -36,7 +36,7 @@ def alone(shape, kind, options):
     return torch.stack([*orders, sorter.order(3)])
 
 
-@pytest.mark.parametrize("how", [True, False, "resumed"], ids=["divided", "gathered", "resumed"])
+@pytest.mark.parametrize("how", [True, False, "resumed"], ids=["divided", "collected", "resumed"])
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_orders_equal_those_of_one_process(found, processes, how):
     for case in cases():

@@ -10,9 +10,9 @@ from .. import balance as plain
 from . import gram
 
 try:
-    from . import cpu
+    from . import cpu, divided
 except ImportError:  # numba is optional: without it the plain loops run, some hundred times slower
-    cpu = None
+    cpu = divided = None
 
 
 def _module(tensor: Tensor):
@@ -29,7 +29,9 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
 def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """Like `balance` with one running sum, for rows [positions, workers, width] and running [1, width] of which other
     processes hold the other coordinates; `total` adds up a tensor over them."""
-    return gram.balance(rows, running, limits, total)
+    if divided is None or rows.is_cuda:
+        return gram.balance(rows, running, limits, total)
+    return divided.balance_divided(rows, running, limits, total)
 
 
 def balance_centred(

@@ -13,10 +13,10 @@ LONG = 512  # coordinates from which on four rows at a time are faster
 CHUNK = 2**13  # coordinates that one thread takes at a time
 # Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
 # memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
-_compile = njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+fast = njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 
 
-@_compile
+@fast
 def _inner(r, v):
     total = 0.0
     for i in range(r.size):
@@ -24,7 +24,7 @@ def _inner(r, v):
     return total
 
 
-@_compile
+@fast
 def _step(r, v, limit):
     """Decide one sign and add the signed vector to the running sum."""
     if _inner(r, v) <= limit:
@@ -36,10 +36,10 @@ def _step(r, v, limit):
     return -1
 
 
-_kh_threshold = _compile(kh_threshold)
+_kh_threshold = fast(kh_threshold)
 
 
-@_compile
+@fast
 def _balance(rows, running, limits, signs):
     shared = running.shape[0] == 1
     for k in range(rows.shape[0]):
@@ -50,18 +50,20 @@ def _balance(rows, running, limits, signs):
 # -- one running sum, long rows: four rows at a time, which halves the passes over memory ------------------------------
 
 
-@_compile
-def _add(r, v0, v1, v2, v3, s0, s1, s2, s3):
+@fast
+def add_four(r, v0, v1, v2, v3, s0, s1, s2, s3):
     for i in range(r.size):
         r[i] += s0 * v0[i] + s1 * v1[i] + s2 * v2[i] + s3 * v3[i]
 
 
-@_compile
-def _products(r, v0, v1, v2, v3):
-    """Inner products of r with four rows, and of the rows with each other."""
+@fast
+def _add_and_multiply(r, v0, v1, v2, v3, s0, s1, s2, s3, w0, w1, w2, w3):
+    """Add four signed rows v to r; then the inner products of r with four rows w, and of these with each other."""
     r0 = r1 = r2 = r3 = g01 = g02 = g03 = g12 = g13 = g23 = 0.0
     for i in range(r.size):
-        x, a, b, c, d = r[i], np.float64(v0[i]), np.float64(v1[i]), np.float64(v2[i]), np.float64(v3[i])
+        x = r[i] + (s0 * v0[i] + s1 * v1[i] + s2 * v2[i] + s3 * v3[i])
+        r[i] = x
+        a, b, c, d = np.float64(w0[i]), np.float64(w1[i]), np.float64(w2[i]), np.float64(w3[i])
         r0 += x * a
         r1 += x * b
         r2 += x * c
@@ -75,24 +77,22 @@ def _products(r, v0, v1, v2, v3):
     return r0, r1, r2, r3, g01, g02, g03, g12, g13, g23
 
 
-@_compile
+@fast
 def _pass_over_chunk(r, old, old_signs, new, start, end, products):
-    """Add four signed rows to r and take the products of the next four, while r is in the cache.
-
-    At the start there is nothing to add (signs of zero), at the end nothing more to multiply (no products).
-    """
+    """Add four signed rows to r and take the products of the next four; at the end (no products) only add."""
     part = r[start:end]
-    if old_signs[0] != 0.0:
-        v0, v1, v2, v3 = old[0][start:end], old[1][start:end], old[2][start:end], old[3][start:end]
-        _add(part, v0, v1, v2, v3, old_signs[0], old_signs[1], old_signs[2], old_signs[3])
+    v0, v1, v2, v3 = old[0][start:end], old[1][start:end], old[2][start:end], old[3][start:end]
+    s0, s1, s2, s3 = old_signs[0], old_signs[1], old_signs[2], old_signs[3]
     if len(products):
-        v0, v1, v2, v3 = new[0][start:end], new[1][start:end], new[2][start:end], new[3][start:end]
-        values = _products(part, v0, v1, v2, v3)
+        w0, w1, w2, w3 = new[0][start:end], new[1][start:end], new[2][start:end], new[3][start:end]
+        values = _add_and_multiply(part, v0, v1, v2, v3, s0, s1, s2, s3, w0, w1, w2, w3)
         for i in range(10):
             products[i] = values[i]
+    else:
+        add_four(part, v0, v1, v2, v3, s0, s1, s2, s3)
 
 
-@_compile
+@fast
 def _pass(r, old, old_signs, new, products):
     for chunk in range(len(products)):
         end = min((chunk + 1) * CHUNK, r.size)
@@ -106,7 +106,7 @@ def _pass_by_threads(r, old, old_signs, new, products):
         _pass_over_chunk(r, old, old_signs, new, chunk * CHUNK, end, products[chunk])
 
 
-@_compile
+@fast
 def _decide_four(products, limits, signs):
     """Sums over chunks in a fixed order, then the signs: each takes the earlier ones of the four into account."""
     p = np.zeros(10)
@@ -119,48 +119,55 @@ def _decide_four(products, limits, signs):
     signs[3] = 1.0 if p[3] + signs[0] * p[6] + signs[1] * p[8] + signs[2] * p[9] <= limits[3] else -1.0
 
 
-def _by_fours(one_pass):
+@fast
+def _one_pass(r, old, old_signs, new, products, threads):
+    if threads:
+        _pass_by_threads(r, old, old_signs, new, products)
+    else:
+        _pass(r, old, old_signs, new, products)
+
+
+@fast
+def _balance_by_fours(rows, r, limits, signs, threads):
     """Groups of four never reach across positions: how an epoch is split into calls then changes no rounding."""
-
-    def balance_by_fours(rows, r, limits, signs):
-        positions, workers = rows.shape[:2]
-        products = np.empty(((r.size + CHUNK - 1) // CHUNK, 10))
-        old_signs, new_signs, new_limits = np.zeros(4), np.zeros(4), np.zeros(4)
-        old = (rows[0, 0], rows[0, 0], rows[0, 0], rows[0, 0])
-        for k in range(positions):
-            for w in range(0, workers, 4):
-                last = workers - 1  # short of four, the last row stands in, without effect
-                w1, w2, w3 = min(w + 1, last), min(w + 2, last), min(w + 3, last)
-                new = (rows[k, w], rows[k, w1], rows[k, w2], rows[k, w3])
-                one_pass(r, old, old_signs, new, products)
-                for i in range(4):
-                    new_limits[i] = limits[k, min(w + i, last)]
-                _decide_four(products, new_limits, new_signs)
-                for i in range(4):
-                    old_signs[i] = new_signs[i] if w + i <= last else 0.0
-                    if w + i <= last:
-                        signs[k, w + i] = np.int8(new_signs[i])
-                old = new
-        one_pass(r, old, old_signs, old, products[:, :0])
-
-    return njit(nogil=True)(balance_by_fours)
+    positions, workers = rows.shape[:2]
+    products = np.empty(((r.size + CHUNK - 1) // CHUNK, 10))
+    old_signs, new_signs, new_limits = np.zeros(4), np.zeros(4), np.zeros(4)
+    old = (rows[0, 0], rows[0, 0], rows[0, 0], rows[0, 0])  # nothing to add yet: signs of zero
+    for k in range(positions):
+        for w in range(0, workers, 4):
+            last = workers - 1  # short of four, the last row stands in, without effect
+            w1, w2, w3 = min(w + 1, last), min(w + 2, last), min(w + 3, last)
+            new = (rows[k, w], rows[k, w1], rows[k, w2], rows[k, w3])
+            _one_pass(r, old, old_signs, new, products, threads)
+            for i in range(4):
+                new_limits[i] = limits[k, min(w + i, last)]
+            _decide_four(products, new_limits, new_signs)
+            for i in range(4):
+                old_signs[i] = new_signs[i] if w + i <= last else 0.0
+                if w + i <= last:
+                    signs[k, w + i] = np.int8(new_signs[i])
+            old = new
+    _one_pass(r, old, old_signs, old, products[:, :0], threads)
 
 
-_balance_by_fours, _balance_by_fours_and_threads = _by_fours(_pass), _by_fours(_pass_by_threads)
-
-
-@_compile
+@fast
 def _balance_centred(gradients, running, stale_mean, fresh_sum, limits, signs):
     v = np.empty(running.shape[1])
     for k in range(gradients.shape[0]):
         for w in range(gradients.shape[1]):
+            g, r, stale, fresh, inner = gradients[k, w], running[w], stale_mean[w], fresh_sum[w], 0.0
             for i in range(v.size):
-                v[i] = gradients[k, w, i] - stale_mean[w, i]
-                fresh_sum[w, i] += gradients[k, w, i]
-            signs[k, w] = _step(running[w], v, limits[k, w])
+                v[i] = g[i] - stale[i]
+                fresh[i] += g[i]
+                inner += r[i] * v[i]
+            sign = 1 if inner <= limits[k, w] else -1
+            for i in range(v.size):
+                r[i] += sign * v[i]
+            signs[k, w] = sign
 
 
-@_compile
+@fast
 def _balance_kh(rows, running, q, penalties, uniforms, signs):
     for k in range(rows.shape[0]):
         for w in range(rows.shape[1]):
@@ -170,23 +177,6 @@ def _balance_kh(rows, running, q, penalties, uniforms, signs):
                 squared_norm += np.float64(v[i]) * v[i]
             threshold, q[w] = _kh_threshold(q[w], squared_norm, penalties[k])
             signs[k, w] = _step(running[w], v, uniforms[k, w] * threshold)
-
-
-@_compile
-def _recursion(gram, inner, limits, signs):
-    for b in range(inner.shape[0]):
-        for j in range(inner.shape[1]):
-            sign = 1.0 if inner[b, j] <= limits[b, j] else -1.0
-            signs[b, j] = sign
-            for i in range(j + 1, inner.shape[1]):
-                inner[b, i] += sign * gram[b, j, i]
-
-
-def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
-    """See `gram._recursion`. `inner` is overwritten."""
-    signs = torch.empty_like(inner)
-    _recursion(gram.numpy(), inner.numpy(), limits.numpy(), signs.numpy())
-    return signs
 
 
 def _new_signs(rows: Tensor) -> Tensor:
@@ -206,9 +196,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if rows.shape[2] > CHUNK else 1
     if threads > 1:
         set_num_threads(threads)
-        _balance_by_fours_and_threads(*arrays)
-    else:
-        _balance_by_fours(*arrays)
+    _balance_by_fours(*arrays, threads > 1)
     return signs
 
 

@@ -15,10 +15,6 @@ from torch import Tensor
 from ..balance import kh_threshold
 
 try:
-    from . import cpu
-except ImportError:  # as in `kernels`
-    cpu = None
-try:
     import triton
     import triton.language as tl
 except ImportError:  # without Triton the recursion runs as ordinary operations: same signs, some ten times slower
@@ -75,9 +71,7 @@ def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tenso
 
 
 def _recursion_for(rows: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if rows.is_cuda:
-        return _recursion_by_triton if triton else _recursion
-    return cpu.recursion if cpu else _recursion
+    return _recursion_by_triton if triton and rows.is_cuda else _recursion
 
 
 def _recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:

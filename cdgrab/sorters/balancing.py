@@ -6,8 +6,6 @@ are decided by an order server, beside the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,10 +15,10 @@ from ..checks import count, number
 from ..errors import CdgrabError
 from ..order_server import BACKGROUND, OrderServer, in_background
 from ..sketches import make_sketch
-from ..workers import GATHERED_BYTES
-from .base import Sorter, all_finite
+from .base import Sorter
 
 RULES = ("greedy", "walk")
+BLOCK_BYTES = 2**20  # of rows: much less at a time is a matter of calls rather than of numbers
 
 
 class BalancingSorter(Sorter):
@@ -72,8 +70,8 @@ class BalancingSorter(Sorter):
         return reorder(self._order, self._signs)
 
     def _block_bytes(self) -> float:
-        """Rows that come together before they are decided; none need to on one process."""
-        return 0
+        """Rows that come together before they are decided."""
+        return min(BLOCK_BYTES, self._buffer_bytes / 2)
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, row_dim]."""
@@ -131,7 +129,11 @@ class BalancingSorter(Sorter):
         signs = self._server.settle() if self._server else None
         if signs is not None:
             end = self._decided()
-            self._signs[:, end - len(signs) : end] = signs.T
+            self._signs[:, end - len(signs) : end] = self._local(signs).T
+
+    def _local(self, signs: Tensor) -> Tensor:
+        """What `_decide` found for this process's workers, [n, local workers]."""
+        return signs
 
     def _running_on(self, device: torch.device) -> Tensor:
         """The running sums, where the gradients are."""
@@ -174,7 +176,7 @@ class MeanBalance(BalancingSorter):
         return order
 
     def _take(self, gradients: Tensor) -> None:
-        self._submit(self._sketched(gradients).transpose(0, 1).to(torch.float64, copy=True))
+        self._submit(self._sketched(gradients).transpose(0, 1).clone(memory_format=torch.contiguous_format))
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         device = rows.device
@@ -225,9 +227,9 @@ class PairBalance(BalancingSorter):
 class CoordinatedPairBalance(PairBalance):
     """CD-GraB: the same pair differences, balanced against ONE running sum, workers in rank order at each position.
 
-    With several processes, short rows are gathered: every process decides all signs. Long ones are divided by
-    coordinates: a process keeps its share of everybody's rows and of the running sum, and the shares' inner products
-    are added up. No process then holds the rows of all workers.
+    With several processes, short rows are collected on the first one, which decides all signs and hands them out at the
+    epoch's end. Long ones are divided by coordinates: a process keeps its share of everybody's rows and of the running
+    sum, and the shares' inner products are added up. No process then holds the rows of all workers.
     """
 
     label = "CD-GraB"
@@ -236,8 +238,9 @@ class CoordinatedPairBalance(PairBalance):
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
-        row_bytes = self.row_dim * 4
-        self.divided = self.group.world_size > 1 and row_bytes * self.workers > GATHERED_BYTES
+        self.divided = self.group.divides(self.row_dim)
+        self.takes_shares = self.divided and self.sketch is None
+        self._first_share: Tensor | None = None  # of a pair that is still incomplete
         if self.divided:
             self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
 
@@ -245,35 +248,62 @@ class CoordinatedPairBalance(PairBalance):
         return 1
 
     def _block_bytes(self) -> float:
-        return 0 if self.group.world_size == 1 else self._buffer_bytes / 2
+        """Together before they travel: a block, in a second place while it is decided, fills the buffer."""
+        if self.group.world_size == 1:
+            return super()._block_bytes()
+        return self._buffer_bytes / (2 if self.divided else 2 * self.group.world_size)
 
-    def observe_shares(self, positions: Sequence[int], shares: list[Tensor]) -> None:
-        """Like `observe`, for gradients that have been divided already: shares[k] [workers, width] holds this process's
-        coordinates of the k-th position's gradients of all workers. They are overwritten. Starts with a full pair."""
-        if not (self.divided and self.sketch is None) or self.position % 2:
+    def observe_share(self, share: Tensor) -> None:
+        """Like `observe` for the next position, with gradients that have been divided already: this process's
+        coordinates of those of all workers, [workers, width]. They belong to the sorter from now on, and whether they
+        are finite is for the caller to see."""
+        if not self.takes_shares or self._unpaired.shape[1]:
             raise CdgrabError("this sorter takes whole gradients here: rows are not divided, or a pair is half done")
-        if not all(all_finite(share) for share in shares):
-            raise CdgrabError("gradients must be finite floating-point numbers")
-        pairs = [a.sub_(b) for a, b in zip(shares[0::2], shares[1::2], strict=False)]
-        if pairs:
-            self._submit(pairs[0][None] if len(pairs) == 1 else torch.stack(pairs))
-        self.position += len(positions)
+        if self._first_share is None:
+            self._first_share = share
+        else:
+            rows, self._first_share = self._first_share.sub_(share)[None], None
+            self._submit(rows)
+        self.position += 1
+
+    def _start_epoch(self) -> None:
+        self._first_share = None
+        super()._start_epoch()
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
+        """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""
+        at_once = len(rows)
+        if self.group.world_size > 1:
+            at_once = max(1, int(self._block_bytes() * len(rows) / (rows.numel() * rows.element_size())))
+        return torch.cat(
+            [self._decide_some(first + done, rows[done : done + at_once]) for done in range(0, len(rows), at_once)]
+        )
+
+    def _decide_some(self, first: int, rows: Tensor) -> Tensor:
+        """Of as many rows as may be exchanged at once."""
         limits = (self.walk_width * self._uniforms[first : first + len(rows)]).to(rows.device)
         running = self._running_on(rows.device)
-        if not self.divided:
-            rows = self.group.gather(rows.transpose(0, 1)).transpose(0, 1)
-            return kernels.balance(rows, running, limits)[:, self.group.local]
-        if rows.shape[1] != self.workers:  # not divided yet
-            rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
-        return kernels.balance_divided(rows, running, limits, self.group.total)[:, self.group.local]
+        if self.divided:
+            if rows.shape[1] != self.workers:  # not divided yet
+                rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
+            return kernels.balance_divided(rows, running, limits, self.group.total)
+        everybody = self.group.collect(rows.transpose(0, 1))
+        if everybody is None:
+            return torch.zeros(limits.shape, dtype=torch.int8)
+        return kernels.balance(everybody.transpose(0, 1), running, limits)
+
+    def _local(self, signs: Tensor) -> Tensor:
+        return (signs if self.divided else self.group.from_worker(0, signs))[:, self.group.local]
 
     def state_dict(self) -> dict:
         """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
+        if self._first_share is not None and self.position < self.units:
+            raise CdgrabError("the state of a sorter that takes shares can be had after full pairs only")
         state = super().state_dict()
-        if self.divided:
-            state["shared"]["_running"] = self.group.unshard(self._running[0], self.row_dim)[None]
+        running = state["shared"]["_running"]
+        state["shared"]["_running"] = (
+            self.group.unshard(running[0], self.row_dim)[None] if self.divided else self.group.from_worker(0, running)
+        )
         return state
 
     def _restore(self) -> None:

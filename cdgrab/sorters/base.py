@@ -30,6 +30,7 @@ class Sorter(WorkerState):
     label: str = ""
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False
+    takes_shares: bool = False  # whether there is an `observe_share` to give it gradients divided by coordinates
     per_worker: tuple[str, ...] = ("_order",)
 
     def __init__(

@@ -87,7 +87,7 @@ class Sparsifier(WorkerState):
         selected, index_bytes = self._share(self.select(accumulated))
         union = self._union(selected)
         sums = tree_sum(accumulated.index_select(1, union))
-        average = Mean(self.group, len(union), sums.element_size())(sums)
+        average = Mean(self.group, len(union))(sums)
         update = accumulated.new_zeros(self.dim).index_copy_(0, union, average)
         if self.error_feedback:
             accumulated.index_fill_(1, union, 0)
