@@ -1,6 +1,6 @@
 """DistributedDataParallel: every process learns the order of its own batches, all of them together.
 
-    torchrun --nproc_per_node=2 -m examples.ddp [cd_grab|d_rr|…] [epochs]
+torchrun --nproc_per_node=2 -m examples.ddp [cd_grab|d_rr|…] [epochs]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Plain PyTorch: an ordinary training loop that visits its batches in learnt orders.
 
-    python -m examples.plain [cd_grab|d_rr|…] [epochs]
+python -m examples.plain [cd_grab|d_rr|…] [epochs]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Hugging Face accelerate: prepare the model and the optimiser, not the loader (its batches are divided already).
 
-    accelerate launch -m examples.with_accelerate [cd_grab|d_rr|…] [epochs]
+accelerate launch -m examples.with_accelerate [cd_grab|d_rr|…] [epochs]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Hugging Face Trainer: give it the loader, and attach the sampler when training begins.
 
-    python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]
+python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]
 """
 
 import sys

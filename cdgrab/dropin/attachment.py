@@ -49,7 +49,7 @@ def attach(
     if options and not sparsifier:
         raise CdgrabError(f"attach has no option {', '.join(sorted(options))}")
     dim = sum(parameter.numel() for parameter in parameters)
-    register_multi_grad_hook(parameters, lambda _: _count(sampler), mode="any")
+    sampler._handles.append(register_multi_grad_hook(parameters, lambda _: _count(sampler), mode="any"))
     if sampler.unit == "example":
         ExampleGradients(inner.module if parallel else inner, parameters, sampler)
     elif not parallel:
@@ -69,7 +69,7 @@ class PlainGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], sampler: OrderedBatchSampler) -> None:
         self._parameters, self._sampler, self._dtype = parameters, sampler, common_dtype(parameters)
         self._sum: Tensor | None = None
-        register_multi_grad_hook(parameters, self._complete)
+        sampler._handles.append(register_multi_grad_hook(parameters, self._complete))
 
     def _complete(self, gradients: Sequence[Tensor | None]) -> None:
         sampler = self._sampler

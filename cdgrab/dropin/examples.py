@@ -7,6 +7,7 @@ gradient of its parameters example by example, by a vectorised vector-Jacobian p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,8 +36,9 @@ class ExampleGradients:
             if isinstance(module, _BatchNorm):
                 raise CdgrabError(f"{name or 'the model'} mixes the examples of a batch (BatchNorm); use unit='batch'")
         for name, layer in layers(model):
-            layer.register_forward_hook(lambda module, args, out, name=name: self._note(name, module, args, out))
-        register_multi_grad_hook(parameters, self._complete)
+            note = partial(self._note, name)
+            sampler._handles.append(layer.register_forward_hook(note))
+        sampler._handles.append(register_multi_grad_hook(parameters, self._complete))
 
     def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
         if self._busy or not torch.is_grad_enabled():

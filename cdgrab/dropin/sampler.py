@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from ..checks import count
+from ..checks import count, refuse_unknown_options
 from ..errors import CdgrabError
 from ..sorters import SORTERS, make_sorter, sorter_options
 from ..sorters.base import Sorter
-from ..checks import refuse_unknown_options
 from ..state import gathered
 from ..workers import one_worker_per_process
 from . import attachment, units
@@ -71,12 +70,13 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._own = own if unit == "example" else units.cut(own, self.batch_size, self.accumulation_steps)
         self.sorter: Sorter | None = None
         self._loaded: dict | None = None  # a state that waits for `attach`
-        self._resuming = self._paused = False
+        self._attached = self._resuming = self._paused = False
         self._yielded = self._backwards = 0  # batches of this epoch; backward passes since gradients were looked at
         self._start_at: int | None = None  # where a loader that reads ahead wants to go on
         self._iterator = object()
         self._not_finite = False
         self._scaler = self._sparsifier = None
+        self._handles: list = []
         if not SORTERS[sorter].needs_gradients:
             self._make_sorter(1)  # orders can be had without a model
 
@@ -155,13 +155,19 @@ class OrderedBatchSampler(Sampler[list[int]]):
         the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
         `cdgrab.make_sparsifier`) sends a selection only. `scaler`: the GradScaler whose scale gradients carry.
         """
-        if self.sorter is not None and self._sorter_needs_model():
+        if self._attached:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
-        self._scaler = scaler
+        self._attached, self._scaler = True, scaler
         dim = attachment.attach(self, model, compress, sparsifier, sparsifier_options)
         if self.sorter is None:
             self._make_sorter(dim)
         return self
+
+    def detach(self) -> None:
+        """Look at the model no longer. (DDP keeps a communication hook for ever: it goes on averaging.)"""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._paused = [], True
 
     @contextmanager
     def paused(self):
@@ -172,15 +178,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
         finally:
             self._paused = before
 
-    def _sorter_needs_model(self) -> bool:
-        return self.sorter.needs_gradients
-
     def _make_sorter(self, dim: int) -> None:
-        count_of_units = len(self._own)
         self.sorter = make_sorter(
             self._sorter_name,
             workers=self.group.workers,
-            units=count_of_units,
+            units=len(self._own),
             dim=dim,
             seed=self.seed,
             group=self.group,
@@ -204,6 +206,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def see(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
         position = self.sorter.position
+        if not self.sorter.needs_gradients:  # it was made before the model was known
+            gradients = gradients.new_zeros(len(gradients), self.sorter.dim)
         self.sorter.observe(range(position, position + len(gradients)), self._clean(gradients.detach().clone())[None])
 
     def see_share(self, share: Tensor) -> None:

@@ -257,18 +257,17 @@ class CoordinatedPairBalance(PairBalance):
         """Like `observe` for the next position, with gradients that have been divided already: this process's
         coordinates of those of all workers, [workers, width]. They belong to the sorter from now on, and whether they
         are finite is for the caller to see."""
-        if not self.takes_shares or self._unpaired.shape[1]:
-            raise CdgrabError("this sorter takes whole gradients here: rows are not divided, or a pair is half done")
+        if not self.takes_shares:
+            raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
+        if self._unpaired.shape[1]:  # whole gradients were observed before, or loaded
+            self._first_share = self.group.shard(self._unpaired[:, 0]).flatten(0, 1).to(share)
+            self._unpaired = self._unpaired[:, :0]
         if self._first_share is None:
             self._first_share = share
         else:
             rows, self._first_share = self._first_share.sub_(share)[None], None
             self._submit(rows)
         self.position += 1
-
-    def _start_epoch(self) -> None:
-        self._first_share = None
-        super()._start_epoch()
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""
@@ -297,9 +296,10 @@ class CoordinatedPairBalance(PairBalance):
 
     def state_dict(self) -> dict:
         """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
-        if self._first_share is not None and self.position < self.units:
-            raise CdgrabError("the state of a sorter that takes shares can be had after full pairs only")
         state = super().state_dict()
+        if self._first_share is not None:
+            whole = self.group.unshard_rows(self._first_share, self.row_dim).double()
+            state["per_worker"]["_unpaired"] = whole[:, None]
         running = state["shared"]["_running"]
         state["shared"]["_running"] = (
             self.group.unshard(running[0], self.row_dim)[None] if self.divided else self.group.from_worker(0, running)
@@ -307,6 +307,7 @@ class CoordinatedPairBalance(PairBalance):
         return state
 
     def _restore(self) -> None:
+        self._first_share = None
         if self.divided and self._running.shape[1] == self.row_dim:
             self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
         super()._restore()
