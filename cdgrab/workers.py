@@ -131,7 +131,7 @@ class WorkerGroup:
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
     def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
-        """What `shard` made of one row per worker, [workers, width] -> this process's own rows, [local workers, dim]."""
+        """What `shard` made of one row per worker, [workers, width] -> those of the local workers, [local, dim]."""
         own = range(self.workers)[self.local]
         whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
         return torch.stack(whole)  # one at a time: nobody holds those of all workers

@@ -6,9 +6,8 @@ python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]
 import sys
 import tempfile
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from cdgrab import OrderedBatchSampler
@@ -17,28 +16,25 @@ from .digits import accuracy, digits, network
 
 
 class Classifier(nn.Module):
-    """What Trainer expects: labels in, a loss and scores out."""
+    """What Trainer expects: labels in, a loss out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
 
     def forward(self, images, labels):
-        scores = self.network(images)
-        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
-
-
-class Attach(TrainerCallback):
-    def __init__(self, sampler: OrderedBatchSampler) -> None:
-        self.sampler = sampler
-
-    def on_train_begin(self, args, state, control, model=None, **rest):
-        self.sampler.attach(model)
+        return {"loss": nn.functional.cross_entropy(self.network(images), labels)}
 
 
 class OrderedTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_dataset, batch_sampler=self.sampler, collate_fn=self.data_collator)
+        collate = lambda rows: dict(zip(("images", "labels"), default_collate(rows), strict=True))  # noqa: E731
+        return DataLoader(self.train_dataset, batch_sampler=self.sampler, collate_fn=collate)
+
+
+class Attach(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **rest):
+        train_dataloader.batch_sampler.attach(model)
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
@@ -48,12 +44,8 @@ def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
             folder, num_train_epochs=int(epochs), learning_rate=2e-3, seed=0, use_cpu=True, report_to=[],
             save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
         )  # fmt: skip
-        trainer = OrderedTrainer(
-            Classifier(), settings, train_dataset=train,
-            data_collator=lambda rows: {"images": torch.stack([r[0] for r in rows]), "labels": torch.stack([r[1] for r in rows])},
-        )  # fmt: skip
+        trainer = OrderedTrainer(Classifier(), settings, train_dataset=train, callbacks=[Attach()])
         trainer.sampler = OrderedBatchSampler(train, batch_size=16, sorter=sorter, seed=0)
-        trainer.add_callback(Attach(trainer.sampler))
         loss = trainer.train().training_loss
     print(f"mean loss {loss:.4f}, test accuracy {accuracy(trainer.model.network, test):.3f}")
     return loss

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
@@ -268,7 +267,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.sorter.load_state_dict(state["sorter"])
         if self._sparsifier and state["sparsifier"]:
             self._sparsifier.load_state_dict(state["sparsifier"])
-        self._resuming = 0 <= self.sorter.epoch and self.sorter.position < self.sorter.units
+        self._resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
         self._backwards = 0
 
     def _layout(self) -> dict:
