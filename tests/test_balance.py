@@ -111,16 +111,34 @@ def test_pair_form_equals_two_fingers_moving_inwards(seed, workers, units):
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["numba", "gram", "gram on a GPU"])
+@pytest.fixture(scope="session")
+def on_gpu():
+    """(kernels.gpu, device): on a GPU, or on the CPU by Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        yield kernels.gpu, "cuda"
+        return
+    from triton.runtime import interpreter
+
+    patch_tensors = interpreter._patch_lang_tensor
+
+    def with_numbers(tensor, scope):  # as loop bounds; Triton 3.6 converts arrays of one number, numpy 2.4 no longer
+        patch_tensors(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
+        yield kernels.gpu, "cpu"
+
+
+@pytest.fixture(params=["numba", "gram", "triton"])
 def fast(request):
     """(module, device) of a fast version."""
     if request.param == "numba":
         return pytest.importorskip("cdgrab.kernels.cpu"), "cpu"
     if request.param == "gram":
         return kernels.gram, "cpu"
-    if not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
-    return kernels.gram, "cuda"
+    return request.getfixturevalue("on_gpu")
 
 
 def assert_same_by_both(fast, function, *arguments):
@@ -163,6 +181,48 @@ def test_fast_kernel_halving_equals_the_plain_loop(fast, dtype, strided):
     rows[20:] *= 0.03  # small rows after large ones: the branch with rho > 1
     q = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)
     assert_same_by_both(fast, "balance_kh", rows, normal(3, 19, seed=1), q, penalties, uniform(40, 3))
+
+
+@pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])
+def test_many_programs_balance_as_one(on_gpu, sums, monkeypatch):
+    """Several coordinates' programs with several tiles each, several launches, a last block that is not full."""
+    gpu, device = on_gpu
+    monkeypatch.setattr(gpu, "MOST_BLOCKS", 2)
+    small = gpu.Shape(16, gram_columns=16, gram_programs=6, columns=16, programs=4, one_launch=device == "cuda")
+    rows, limits = make_rows(30, 3, 190, torch.float32, True), 9.0 * uniform(30, 3)
+    running = normal(sums, 190, seed=1)
+    mine = running.to(device, copy=True)
+    signs = gpu.balance(rows.to(device), mine, limits.to(device), small)
+    assert torch.equal(signs.cpu(), balance.balance(rows, running, limits))
+    torch.testing.assert_close(mine.cpu(), running, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_cancel_are_ties_for_blocks_of_rows_too(on_gpu):
+    """A zero row, then pairs of equal ones: the running sum is exactly zero after each. Blocks end inside a pair."""
+    gpu, device = on_gpu
+    rows = normal(100, 1, 23, dtype=torch.float32)
+    rows[0], rows[2::2] = 0.0, rows[1:-1:2]
+    for way, where in ((balance, "cpu"), (gpu, device)):
+        limits = torch.zeros(100, 1, dtype=torch.float64, device=where)
+        signs = way.balance(rows.to(where), torch.zeros(1, 23, dtype=torch.float64, device=where), limits)
+        assert signs.flatten().tolist() == [1, *[1, -1] * 49, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("workers, dim", [(64, 62_006), (16, 1_080_000), (4, 7_000_000)])
+def test_signs_on_a_gpu_are_those_of_float64_but_for_rounding_and_the_same_every_time(workers, dim):
+    """Each is checked against the running sum that the earlier ones lead to."""
+    rows = torch.randn(6, workers, dim, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    limits = torch.zeros(6, workers, dtype=torch.float64, device="cuda")
+    sums = torch.zeros(2, 1, dim, dtype=torch.float64, device="cuda")
+    signs, again = (kernels.balance(rows, running, limits) for running in sums)
+    assert torch.equal(signs, again) and torch.equal(sums[0], sums[1])
+    running = torch.zeros(dim, dtype=torch.float64, device="cuda")
+    for row, sign in zip(rows.flatten(0, 1).double(), signs.flatten().tolist(), strict=True):
+        inner = float(running @ row)
+        assert sign == (1 if inner <= 0 else -1) or abs(inner) < 1e-6 * float(running.norm() * row.norm())
+        running += sign * row
+    torch.testing.assert_close(sums[0, 0], running, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])

@@ -13,11 +13,15 @@ try:
     from . import cpu, divided
 except ImportError:  # numba is optional: without it the plain loops run, some hundred times slower
     cpu = divided = None
+try:
+    from . import gpu
+except ImportError:  # so is Triton: without it a GPU needs some operations per block of rows, and waits for the CPU
+    gpu = None
 
 
 def _module(tensor: Tensor):
     if tensor.device.type != "cpu":
-        return gram
+        return gram if gpu is None else gpu
     return plain if cpu is None else cpu
 
 

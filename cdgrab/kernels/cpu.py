@@ -179,6 +179,23 @@ def _balance_kh(rows, running, q, penalties, uniforms, signs):
             signs[k, w] = _step(running[w], v, uniforms[k, w] * threshold)
 
 
+@fast
+def _recursion(gram, inner, limits, signs):
+    for b in range(inner.shape[0]):
+        for j in range(inner.shape[1]):
+            sign = 1.0 if inner[b, j] <= limits[b, j] else -1.0
+            signs[b, j] = sign
+            for i in range(j + 1, inner.shape[1]):
+                inner[b, i] += sign * gram[b, j, i]
+
+
+def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
+    """See `gram.recursion`. `inner` is overwritten."""
+    signs = torch.empty_like(inner)
+    _recursion(gram.numpy(), inner.numpy(), limits.numpy(), signs.numpy())
+    return signs
+
+
 def _new_signs(rows: Tensor) -> Tensor:
     return torch.empty(rows.shape[:2], dtype=torch.int8)
 

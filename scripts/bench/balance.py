@@ -12,13 +12,14 @@ import os
 import torch
 from torch import Tensor
 
-from cdgrab import kernels
+from cdgrab import kernels, train
 
 from .measure import alternately, finish_on, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
-BLOCK_BYTES = 64 * 2**20
-MOST_POSITIONS = 1024  # of a block
+# of a block: on a GPU what the training loop hands over at once, on a CPU less, as the clock has to be read sometimes
+BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": train.BLOCK_BYTES["cuda"] // 2}
+MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
@@ -54,7 +55,7 @@ def measure(device: str, size: str) -> list[dict]:
 
 def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
     position_bytes = workers * dim * 4
-    block = max(1, min(MOST_POSITIONS, BLOCK_BYTES // position_bytes))
+    block = max(1, min(MOST_POSITIONS[device], BLOCK_BYTES[device] // position_bytes))
     rows = _rows(block, workers, dim, device)
     limits = torch.zeros(block, workers, dtype=torch.float64, device=device)
     running = torch.zeros(1, dim, dtype=torch.float64, device=device)
