@@ -16,7 +16,7 @@ import sys
 from cdgrab.errors import CdgrabError
 from cdgrab.workers import DEVICES, pick_device
 
-from . import balance, epoch, memory, peers, traffic
+from . import balance, dropin, epoch, memory, peers, traffic
 from .measure import SIZES, now, store
 
 BENCHMARKS = {
@@ -25,6 +25,7 @@ BENCHMARKS = {
     "traffic": traffic.measure,
     "memory": memory.measure,
     "peers": peers.measure,
+    "dropin": dropin.measure,
 }
 
 
