@@ -43,7 +43,7 @@ def measure(device: str, size: str) -> list[dict]:
     losses = {sorter: [_trained(sorter, size, seed) for seed in range(SEEDS[size])] for sorter in ("d_rr", "cd_grab")}
     gains = [ours - random for ours, random in zip(losses["cd_grab"], losses["d_rr"], strict=True)]
     wins = sum(gain < 0 for gain in gains)
-    print(f"  train loss of the example, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}, "
+    print(f"  train loss, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}, "
           f"lower on {wins} of {len(gains)} seeds, p = {paired_p(gains):.2g}", flush=True)  # fmt: skip
     return [
         row,
