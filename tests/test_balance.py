@@ -1,6 +1,7 @@
 """Sign rules, reordering, the compiled kernels against the plain loops, and the random streams behind the draws."""
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -163,6 +164,21 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
     rows, limits = make_rows(40, 3, 19, dtype, strided), width * uniform(40, 3)
     assert_same_by_both(fast, "balance", rows, torch.zeros(sums, 19, dtype=torch.float64), limits)
     assert_same_by_both(fast, "balance", rows, normal(sums, 19, seed=1), limits)
+
+
+@pytest.mark.parametrize("workers", [3, 8, 9])
+@pytest.mark.parametrize("how", ["four rows at a time", "by threads", "divided"])
+def test_long_rows_are_balanced_as_by_the_plain_loop(how, workers, monkeypatch):
+    """Longer than a chunk of coordinates; in groups and blocks that are not always full."""
+    compiled = pytest.importorskip("cdgrab.kernels.cpu")
+    module = types.SimpleNamespace(balance=compiled.balance)
+    if how == "by threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    elif how == "divided":
+        monkeypatch.setattr(kernels.divided, "ROWS_AT_ONCE", 10)
+        module.balance = lambda *arguments: kernels.balance_divided(*arguments, lambda products: products)
+    rows, limits = make_rows(9, workers, compiled.CHUNK + 5, torch.float32, strided=True), 60.0 * uniform(9, workers)
+    assert_same_by_both((module, "cpu"), "balance", rows, normal(1, rows.shape[2], seed=1), limits)
 
 
 @dtypes

@@ -121,10 +121,11 @@ def _decide_four(products, limits, signs):
 
 @fast
 def _one_pass(r, old, old_signs, new, products, threads):
-    if threads:
-        _pass_by_threads(r, old, old_signs, new, products)
-    else:
+    """threads: None or True; numba compiles only what is chosen by a None."""
+    if threads is None:
         _pass(r, old, old_signs, new, products)
+    else:
+        _pass_by_threads(r, old, old_signs, new, products)
 
 
 @fast
@@ -213,7 +214,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if rows.shape[2] > CHUNK else 1
     if threads > 1:
         set_num_threads(threads)
-    _balance_by_fours(*arrays, threads > 1)
+    _balance_by_fours(*arrays, True if threads > 1 else None)
     return signs
 
 
