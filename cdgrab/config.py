@@ -72,7 +72,7 @@ class Run:
     @property
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
-        flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
+        flat = flatten(OmegaConf.to_container(self.config, resolve=True))
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         kept = {k: v for k, v in kept.items() if UNSAID.get(k) != v}
         return kept | {"source": self.source.label}
@@ -124,9 +124,11 @@ def validate(config: DictConfig) -> None:
     for key in ("resume", "tf32", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
-    for key, least in (("task.limit", 1), ("task.herding_every", 0)):
+    for key, least in (("task.limit", 1), ("task.test_limit", 1), ("task.herding_every", 0)):
         if OmegaConf.select(config, key) is not None:
             _whole(config, key, least)
+    if "alpha" in config.task:
+        _number(config, "task.alpha", above=0.0)
     if "train_share" in config.task:
         _number(config, "task.train_share", above=0.0, below=1.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)
@@ -195,7 +197,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
     plain = compose_config([*presets, *groups])
     OmegaConf.resolve(plain)
-    before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
+    before, after = (flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
     changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
@@ -213,11 +215,12 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     )
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict:
+def flatten(tree: dict, prefix: str = "") -> dict:
+    """Nested keys joined by dots."""
     flat = {}
     for key, value in tree.items():
         flat.update(
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return flat
 

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from .. import streams
 from ..data import cifar10
 from ..data.sources import Source
+from ..errors import CdgrabError
 from .base import DTYPES, Task, add_totals, initialised
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
@@ -27,19 +28,22 @@ class LeNetCifar10(Task):
         pictures, checksums = cifar10.load(source)
         source.checksums.update(checksums)
         self.config, self.source = config, source
+        if config.model not in MODELS:
+            raise CdgrabError(f"task.model must be {' or '.join(MODELS)}, got {config.model!r}")
         rows, cut = np.arange(len(pictures.labels)), pictures.train
         if cut is None:
             rows, cut = streams.stream(seed, "split").permutation(rows), int(config.train_share * len(rows))
-        split = {"train": rows[:cut][: config.limit], "test": rows[cut:]}
+        split = {"train": rows[:cut][: config.limit], "test": rows[cut:][: config.test_limit]}
         self._data = {
             name: tuple(torch.as_tensor(array[part], device=device) for array in (pictures.images, pictures.labels))
             for name, part in split.items()
         }
         self.train_units, self.test_units = len(split["train"]), len(split["test"])
+        self.train_labels = self._data["train"][1]
         self.rows = {"all": len(rows), "train": self.train_units, "test": self.test_units}
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in (MEAN, STD))
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
-        self.model = initialised(lenet, seed, config.dtype, device)
+        self.model = initialised(MODELS[config.model], seed, config.dtype, device)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         images, labels = self._data[split]
@@ -121,3 +125,11 @@ def lenet() -> nn.Module:
         *(nn.Linear(120, 84), nn.ReLU()),
         nn.Linear(84, cifar10.CLASSES),
     )
+
+
+def linear() -> nn.Module:
+    """Multinomial logistic regression on the pixels; 30,730 parameters."""
+    return nn.Sequential(nn.Flatten(-3), nn.Linear(3 * cifar10.SIDE**2, cifar10.CLASSES))
+
+
+MODELS = {"lenet": lenet, "linear": linear}

@@ -83,7 +83,7 @@ class LstmWiki2(Task):
     def units_per_step(self, workers: int) -> int:
         return 1
 
-    def partition(self, workers: int, permutation: Tensor) -> Tensor:
+    def partition(self, workers: int, permutation: Tensor, seed: int = 0) -> Tensor:
         """A block of columns each, in file order. From here on units and carries are those of `workers` workers."""
         self._use_workers(workers)
         kept = self.chunks - self.chunks % 2 if self.config.truncate else self.chunks
