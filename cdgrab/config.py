@@ -50,7 +50,7 @@ DEPLOYMENT = {
 }
 
 # What runs that say nothing about it had: it is left out, so that runs from before it existed are still the same runs.
-UNSAID = {"sparsifier.name": "dense"}
+UNSAID = {"sparsifier.name": "dense", "task.model": "lenet"}
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.
 PLANS = ("task.presets.", "seeds.", "sweeps.", "columns")

@@ -1,4 +1,4 @@
-"""CIFAR-10: LeNet classifies small pictures (paper: Figures 4, 9 and 12)."""
+"""CIFAR-10: LeNet, or a ResNet-18, classifies small pictures (paper: Figures 4, 9 and 12, with LeNet)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..data import cifar10
 from ..data.sources import Source
 from ..errors import CdgrabError
 from .base import DTYPES, Task, add_totals, initialised
+from .resnet import ResNet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
 EVALUATED_AT_ONCE = 2000  # images
@@ -132,4 +133,4 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Flatten(-3), nn.Linear(3 * cifar10.SIDE**2, cifar10.CLASSES))
 
 
-MODELS = {"lenet": lenet, "linear": linear}
+MODELS = {"lenet": lenet, "linear": linear, "resnet18": lambda: ResNet18(cifar10.CLASSES)}
