@@ -45,9 +45,8 @@ class Trainer:
     def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
         config = run.config
         self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
-        self.microbatch = task.units_per_step(config.workers)
-        permutation = streams.permutation(task.train_units, config.seed, "partition")
-        owned = task.partition(config.workers, permutation, config.seed)
+        self.microbatch = task.units_per_step
+        owned = task.partition(streams.permutation(task.train_units, config.seed, "partition"), config.seed)
         self.units = owned.shape[1]
         self.steps = -(-self.units // self.microbatch)
         self.owned = owned[group.local].to(device)

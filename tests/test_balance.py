@@ -278,3 +278,9 @@ def test_walk_draws_are_uniform_on_minus_one_to_one_and_uncorrelated_across_work
     moments = torch.stack([draws.mean(1), draws.pow(2).mean(1) - 1 / 3])
     assert moments.abs().max() < 4 / math.sqrt(DRAWS)
     assert (torch.corrcoef(draws) - torch.eye(9)).abs().max() < 4 / math.sqrt(DRAWS)
+
+
+def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
+    assert kernels.cpu.can_keep_code()
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written
+    assert not kernels.cpu.can_keep_code()

@@ -52,7 +52,7 @@ def test_every_sweep_of_an_experiment_names_settings_that_exist(experiment):
 def test_every_task_builds_on_its_embedded_default(name):
     run = compose([f"task={name}", "data=embedded", "size=smoke"])
     task = make_task(run.config, run.source, torch.device("cpu"))
-    owned = task.partition(4, torch.randperm(task.train_units))
+    owned = task.partition(torch.randperm(task.train_units))
     assert owned.shape[0] == 4 and len(owned.unique()) == owned.numel()
     assert task.source.embedded and task.rows["all"] > 0 and task.test_units > 0
 
@@ -144,6 +144,8 @@ BAD = [
     (["sparsifier=deft", "sparsifier.layers=[3]"], "layers must sum to dim = 56, got 3"),
     (["+sparsifier.magic=1"], "sparsifier dense has no option magic; it takes none"),
     (["size=huge"], "size must be smoke, quick or paper"),
+    (["task.presets=null"], "task.presets.embedded must have settings for every size, got None"),
+    (["task.presets.embedded.smoke=null"], "task.presets.embedded must have settings for every size"),
 ]
 
 
@@ -169,7 +171,16 @@ def test_help_lists_what_there_is(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(
-        name in printed for name in [*SORTERS, *SPARSIFIERS, *TASKS, *choices("experiment"), "torchrun", "resume"]
+        name in printed
+        for name in [
+            *SORTERS,
+            *SPARSIFIERS,
+            *TASKS,
+            *choices("experiment"),
+            "torchrun",
+            "resume",
+            "size=smoke|quick|paper",
+        ]
     )
 
 

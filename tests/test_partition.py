@@ -87,23 +87,23 @@ def test_draws_are_dirichlet():
 
 
 def test_tasks_deal_out_by_label():
-    settings = ["data=embedded", "task.partition=dirichlet", "task.alpha=0.05", "seed=3"]
+    settings = ["data=embedded", "task.partition=dirichlet", "task.alpha=0.05", "seed=3", "workers=16"]
     run = compose(["task=cifar10", *settings])
     task = make_task(run.config, run.source, torch.device("cpu"))
     permutation = torch.arange(task.train_units)
-    owned = task.partition(16, permutation, seed=3)
+    owned = task.partition(permutation, seed=3)
     assert owned.shape == (16, task.train_units // 16) and owned.flatten().unique().numel() == owned.numel()
     most = class_mix(task.train_labels, owned, 10).amax(1) / owned.shape[1]
     assert most.mean() > 0.5  # a random split has 0.2
-    assert torch.equal(owned, task.partition(16, permutation, seed=3))
-    assert not torch.equal(owned, task.partition(16, permutation, seed=4))
+    assert torch.equal(owned, task.partition(permutation, seed=3))
+    assert not torch.equal(owned, task.partition(permutation, seed=4))
 
 
 def test_units_without_labels_are_refused():
     run = compose(["task=mlp_m4", "data=embedded", "+task.alpha=1.0", "task.partition=dirichlet"])
     task = make_task(run.config, run.source, torch.device("cpu"))
     with pytest.raises(CdgrabError, match="needs classes, which the units of mlp_m4 don't have"):
-        task.partition(4, torch.arange(task.train_units))
+        task.partition(torch.arange(task.train_units))
 
 
 def test_alpha_is_above_zero():

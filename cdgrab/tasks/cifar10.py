@@ -23,12 +23,12 @@ EVALUATED_AT_ONCE = 2000  # images
 class LeNetCifar10(Task):
     """Units are images. They stay bytes in memory and are normalised when fetched: a quarter of the space."""
 
-    name = "cifar10"
+    name, counted = "cifar10", "pictures"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         pictures, checksums = cifar10.load(source)
         source.checksums.update(checksums)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         if config.model not in MODELS:
             raise CdgrabError(f"task.model must be {' or '.join(MODELS)}, got {config.model!r}")
         rows, cut = np.arange(len(pictures.labels)), pictures.train

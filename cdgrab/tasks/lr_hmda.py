@@ -17,12 +17,12 @@ from .base import DTYPES, Task
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
-    name = "lr_hmda"
+    name, counted = "lr_hmda", "applications"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         features, labels, checksums = hmda.load(source)
         source.checksums.update(checksums)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         shuffled = streams.stream(seed, "split").permutation(len(labels))
         cut = int(config.train_share * len(labels))
         split = {"train": shuffled[:cut][: config.limit], "test": shuffled[cut:]}
