@@ -7,6 +7,7 @@ time and bytes; tasks of the suite and a small sparse model those about converge
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from omegaconf import DictConfig
@@ -26,10 +27,10 @@ from .sparsifiers import (
     selection_seconds,
     settling,
     sparse_model,
-    train,
+    sparse_training,
 )
+from .training import overrides
 
-RESNET_SETTINGS = ("task.model=resnet18", "workers=8", "task.lr=0.02", "task.weight_decay=5e-4")
 EVEN_LAYERS = {"layers": 24, "decades": 1.0}  # for the balance: no partition is hopeless
 
 __all__ = ["parts", "verdicts"]
@@ -64,23 +65,21 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
     timed = [method for method in settings.methods if method != PUBLISHED]  # which selects as `exdyna` does
     for count in settings.timed_workers:
         compute = partial(selection_seconds, timed, count, density, settings.timed_dim, seed)
-        found.append(_part(compute, "time", "", count, density, seed))
+        found.append(replace(_part(compute, "time", "", count, density, seed), alone=True))
     return found
 
 
 def _trainings(settings: DictConfig, seed: int) -> list[Part]:
     """The first two methods with all sorters, the others with the last one."""
-    tasks = {task: [f"task={task}"] for task in settings.tasks}
-    if settings.resnet:
-        tasks[RESNET] = ["task=cifar10", *RESNET_SETTINGS]
-    epochs = [f"epochs={settings.training_epochs}"] if settings.training_epochs else []
+    tasks = {task: (task, {}) for task in settings.tasks}
+    if settings.resnet and "cifar10" in tasks:
+        tasks[RESNET] = ("cifar10", settings.resnet)
     found = []
-    for task, chosen in tasks.items():
+    for name, (task, changes) in tasks.items():
         for method in settings.trained:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
-                run = [f"size={settings.training}", *chosen, *epochs, f"sorter={sorter}", f"seed={seed}"]
-                compute = partial(train, run, method)
-                found.append(_part(compute, "training", method, 0, TRAINED_DENSITY, seed, task, sorter))
+                compute = partial(sparse_training, overrides(settings, task, sorter, **changes), method, seed)
+                found.append(_part(compute, "training", method, 0, TRAINED_DENSITY, seed, name, sorter))
     return found
 
 

@@ -75,8 +75,7 @@ def trainings(study: Study) -> Figure:
                     if len(some):
                         name = f"{label(method)}, {sorter_label(sorter)}"
                         _draw_mean(panel, some, "epoch", "train_loss", label=name, **_style(method, sorter))
-            source = runs(table, task, DENSE, study.settings.sorters[0])["source"].iloc[0]
-            panel.set(title=f"{TASK_NAMES[task]} ({source})", xlabel="epoch", ylabel="full train loss")
+            panel.set(title=TASK_NAMES[task], xlabel="epoch", ylabel="full train loss")
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         note = "mean ± std over seeds; Top-k's k is adapted to reach the same density"
         finish(figure, "Training with a hundredth of the gradient", f"{note} · {study.caption()}")

@@ -217,7 +217,6 @@ def training_table(table: pd.DataFrame) -> str:
         rows.append(
             {
                 "task": TASK_NAMES[task],
-                "data": some["source"].iloc[0],
                 "method": label(method),
                 "sorter": sorter_label(sorter),
                 "train loss": str(estimate(_ends(some))),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -13,14 +11,11 @@ import numpy as np
 import yaml
 from torch import Tensor
 
-from ..config import compose
-from ..errors import DivergedError
 from ..sparsify import SPARSIFIERS, SparseMean, Sparsifier, make_sparsifier
-from ..tasks import make_task
 from ..train import Trainer
-from ..workers import WorkerGroup, pick_device
 from .base import significant
 from .made_up_gradients import LayeredGradients, SparseModel
+from .training import train
 
 OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
 STATIC, FIXED, FORGETFUL = "exdyna,rule=static", "exdyna,threshold=fixed", "exdyna,error_feedback=false"
@@ -163,31 +158,18 @@ class MatchedMean(SparseMean):
         return update
 
 
-def train(overrides: list[str], method: str) -> dict[str, list]:
-    """By epoch: train loss, the metrics of the test set, and what the sparsifier did. Nothing is left on the disk."""
+def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[str, list]:
+    """By epoch: train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
     name, options = options_of(method)
     chosen = [f"sparsifier={name}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
-    with tempfile.TemporaryDirectory() as folder:
-        run = compose([*overrides, *chosen, f"run_dir={folder}"])
-        device = pick_device(run.config.device)
-        trainer = Trainer(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
-        if name == TOPK:
-            trainer.loop.mean = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)
-        log = _Epochs()
-        with contextlib.suppress(DivergedError):  # fewer epochs say so
-            trainer.fit(log)
-    measured = {key for line in log.epochs for key, value in line.items() if isinstance(value, float)} - {"seconds"}
-    columns = {key: significant([line[key] for line in log.epochs]) for key in sorted(measured)}
+    if name != DENSE:
+        chosen.append(f"sparsifier.density={TRAINED_DENSITY}")
+    epochs = train([*run_overrides, *chosen], seed, _match_density if name == TOPK else None)
+    columns = {key: significant([line[key] for line in epochs]) for key in epochs[0]}
     for key in ("density", "imbalance", "bytes"):
-        columns[key] = _column([line.get("sparsifier", {}).get(key) for line in log.epochs])
-    return {"epoch": [line["epoch"] for line in log.epochs], "source": [run.source.label] * len(log.epochs)} | columns
+        columns[key] = _column([line.get("sparsifier", {}).get(key) for line in epochs])
+    return {"epoch": list(range(len(epochs)))} | columns
 
 
-class _Epochs:
-    """Takes the place of a run's log."""
-
-    def __init__(self) -> None:
-        self.epochs: list[dict] = []
-
-    def record(self, metrics: dict) -> None:
-        self.epochs.append(metrics)
+def _match_density(trainer: Trainer) -> None:
+    trainer.loop.mean = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)

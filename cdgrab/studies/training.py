@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import Run, compose, flatten
 from ..errors import DivergedError
 from ..tasks import make_task
 from ..train import Trainer
-from ..workers import WorkerGroup
+from ..workers import WorkerGroup, pick_device
 from .base import significant
 
-OF_THE_RUN = ("workers", "epochs")  # settings that belong to a run and not to its task
+OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
 TASK_NAMES = {"lr_hmda": "LR-HMDA", "mlp_m4": "MLP-M4", "cifar10": "CIFAR-10"}
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
-CPU = torch.device("cpu")
 
 
 def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -> list[str]:
@@ -33,22 +32,25 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
     A sorter may carry options, as in the folder names of runs: "cd_grab,sketch=countsketch,sketch_size=64".
     """
     name, *options = sorter.split(",")
-    chosen = flatten(OmegaConf.to_container(settings.tasks[task])) | changes
+    chosen = {"device": "cpu"} | flatten(OmegaConf.to_container(settings.tasks[task])) | changes
     chosen = {key if key in OF_THE_RUN else f"task.{key}": value for key, value in chosen.items()}
     data = "embedded" if settings.sources[task] == "embedded" else "auto"
     return [
-        *(f"task={task}", f"sorter={name}", f"data={data}", "size=paper", "device=cpu"),
+        *(f"task={task}", f"sorter={name}", f"data={data}", "size=paper"),
         f"compile={settings.compile}",
-        *(f"{key}={value}" for key, value in chosen.items()),
+        *(f"{key}={'null' if value is None else value}" for key, value in chosen.items()),
         *(f"sorter.{option}" for option in options),
     ]
 
 
-def train(run_overrides: list[str], seed: int) -> list[dict]:
-    """Metrics by epoch, those of the untrained model first; a run that diverges ends early."""
+def train(run_overrides: list[str], seed: int, prepare: Callable[[Trainer], None] | None = None) -> list[dict]:
+    """Metrics by epoch, those of the untrained model first; a run that diverges ends early. `prepare`: before it."""
     with tempfile.TemporaryDirectory() as folder:
         run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
-        trainer = Trainer(run, make_task(run.config, run.source, CPU), WorkerGroup(run.config.workers), CPU)
+        device = pick_device(run.config.device)
+        trainer = Trainer(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
+        if prepare:
+            prepare(trainer)
         log = _Epochs(trainer.evaluate())
         with contextlib.suppress(DivergedError):
             trainer.fit(log, quiet=True)
