@@ -118,6 +118,7 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
 def pytest_collection_modifyitems(items):
     def group(item):
         return TOGETHER.get(item.path.stem, item.path.stem)
