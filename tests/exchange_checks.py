@@ -1,10 +1,8 @@
-"""Run under torchrun by test_exchange.py: what every process gets, saved for comparison with one process."""
+"""Part of `process_checks`: what every process gets, saved for comparison with one process."""
 
-import sys
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from conftest import make_gradients
 
 import cdgrab
@@ -98,8 +96,3 @@ def main(target):
         found["shares", units] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
     if group.rank == 0:
         torch.save(found, target)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -13,12 +13,13 @@ from experiments.train import train
 
 
 def main(folder, runs):
+    """The processes stay connected throughout: to connect anew they would meet at addresses that others have left."""
     for overrides in json.loads(runs):
         train(compose(overrides))
-    workers.disconnect()
     exchange_checks.main(f"{folder}/exchange")
     sparsify_checks.main(f"{folder}/sparsify")
     dropin_checks.main(f"{folder}/dropin")
+    workers.disconnect()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Run under torchrun by test_sparsify_processes.py: what every process gets, saved for comparison with one process."""
 
-import sys
-
 import numpy as np
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ import cdgrab
 from cdgrab import workers
 from cdgrab.sparsify import ddp_hook, make_sparsifier
 from cdgrab.workers import WorkerGroup, connect
-from examples import ddp_sparsify
 
 VARIANTS = [
     ("dense", {}),
@@ -144,12 +141,5 @@ def main(target):
         everybody = group.gather(parameters[None])
         assert (everybody == everybody[0]).all(), "the ranks' models differ"
         found["ddp", name] = parameters, dict(stats)
-    workers.disconnect()
-    if processes == 2:
-        found["example"] = ddp_sparsify.main()  # connects by itself
     if group.rank == 0:
         torch.save(found, target)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
