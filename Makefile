@@ -21,7 +21,7 @@ help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^study-%:/study-<name>:/; s/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
 	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10 gpt2-wiki103 glue; reproduce-all takes them in turn"
-	@echo "studies: $$(basename -s .yaml configs/study/*.yaml | xargs)"
+	@echo "studies: $$(basename -s .yaml configs/study/*.yaml | tr _ - | xargs)"
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 
@@ -46,7 +46,7 @@ reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table
 	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
 
 study-%: $(READY) ## a study: results/studies, its notebook and figures, verdicts in results/STUDIES.md
-	@$(BIN)/python -m experiments.study 'study=$*' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)')
+	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
 
 data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
 	@$(BIN)/python -m scripts.get_data '$*'

@@ -117,10 +117,13 @@ def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, unif
 def reorder(order: Tensor, signs: Tensor) -> Tensor:
     """New order = the +1 units in visiting order, then the −1 units in reverse visiting order.
 
-    order int64 [workers, units]; signs [workers, units], sign of the unit visited at each position.
+    order int64 [workers, units]; signs [workers, units], sign of the unit visited at each position. Units without a
+    sign (0) come in between, in visiting order.
     """
-    plus = signs > 0
-    slots = torch.where(plus, plus.cumsum(1) - 1, order.shape[1] - (~plus).cumsum(1))  # from the left, from the right
+    plus, minus = signs > 0, signs < 0
+    left, right = plus.cumsum(1), order.shape[1] - minus.cumsum(1)
+    between = left[:, -1:] + (signs == 0).cumsum(1) - 1
+    slots = torch.where(plus, left - 1, torch.where(minus, right, between))
     return torch.empty_like(order).scatter_(1, slots, order)
 
 
@@ -131,7 +134,7 @@ def reorder_pairs(order: Tensor, pair_signs: Tensor) -> Tensor:
     of an odd count keeps its place in the middle.
     """
     units = order.shape[1]
-    signs = torch.ones_like(order, dtype=pair_signs.dtype)
+    signs = torch.zeros_like(order, dtype=pair_signs.dtype)
     signs[:, 0 : units - units % 2 : 2] = pair_signs
     signs[:, 1::2] = -pair_signs
     return reorder(order, signs)

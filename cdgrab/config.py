@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -50,10 +52,10 @@ DEPLOYMENT = {
 }
 
 # What runs that say nothing about it had: it is left out, so that runs from before it existed are still the same runs.
-UNSAID = {"sparsifier.name": "dense"}
+UNSAID = {"sparsifier.name": "dense", "task.model": "lenet"}
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.
-PLANS = ("task.presets.", "seeds.", "sweeps.", "columns")
+PLANS = ("task.presets.", "seeds.", "sweeps.", "columns", "candidates")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Run:
     @property
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
-        flat = _flatten(OmegaConf.to_container(self.config, resolve=True))
+        flat = flatten(OmegaConf.to_container(self.config, resolve=True))
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         kept = {k: v for k, v in kept.items() if UNSAID.get(k) != v}
         return kept | {"source": self.source.label}
@@ -100,9 +102,7 @@ def compose(overrides: list[str]) -> Run:
     config = compose_config(overrides)
     source = locate_data(config)
     presets = _presets(config, source)
-    if presets:
-        config = compose_config([*presets, *overrides])
-    OmegaConf.resolve(config)
+    _apply(presets, config, overrides)
     validate(config)
     return Run(config, source, _run_directory(config, source, overrides, presets))
 
@@ -124,9 +124,11 @@ def validate(config: DictConfig) -> None:
     for key in ("resume", "tf32", "task.truncate"):
         _one_of(config, key, (True, False))
     _number(config, "task.lr", above=0.0)
-    for key, least in (("task.limit", 1), ("task.herding_every", 0)):
+    for key, least in (("task.limit", 1), ("task.test_limit", 1), ("task.herding_every", 0)):
         if OmegaConf.select(config, key) is not None:
             _whole(config, key, least)
+    if "alpha" in config.task:
+        _number(config, "task.alpha", above=0.0)
     if "train_share" in config.task:
         _number(config, "task.train_share", above=0.0, below=1.0)
     _number(config, "task.momentum", at_least=0.0, below=1.0)
@@ -169,7 +171,11 @@ def check_choices(overrides: list[str]) -> None:
 
 
 def _sizes(config: DictConfig, source: Source) -> DictConfig:
-    return config.task.presets["embedded" if source.embedded else "files"]
+    kind = "embedded" if source.embedded else "files"
+    sizes = OmegaConf.select(config, f"task.presets.{kind}")
+    if not isinstance(sizes, DictConfig) or not all(isinstance(settings, DictConfig) for settings in sizes.values()):
+        raise CdgrabError(f"task.presets.{kind} must have settings for every size, got {sizes!r}")
+    return sizes
 
 
 def _effective_size(config: DictConfig, source: Source) -> str:
@@ -177,15 +183,31 @@ def _effective_size(config: DictConfig, source: Source) -> str:
     return "paper" if sizes[config.size] == sizes["paper"] else config.size
 
 
-def _presets(config: DictConfig, source: Source) -> list[str]:
+def _presets(config: DictConfig, source: Source) -> dict:
+    """Settings by name."""
     sizes = _sizes(config, source)
     if config.size not in sizes:
         raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {config.size!r}")
     # unresolved: a preset may refer to another one, or to what is on the command line
-    return [f"{key}={value}" for key, value in OmegaConf.to_container(sizes[config.size], resolve=False).items()]
+    return OmegaConf.to_container(sizes[config.size], resolve=False)
 
 
-def _run_directory(config: DictConfig, source: Source, overrides: list[str], presets: list[str]) -> Path:
+def _apply(presets: dict, config: DictConfig, overrides: list[str]) -> None:
+    """Put presets into a composed configuration, except where an override says something else, and resolve it."""
+    explicit = {override.partition("=")[0].lstrip("+") for override in overrides}
+    for key, value in presets.items():
+        if key not in explicit:
+            OmegaConf.update(config, key, value)
+    OmegaConf.resolve(config)
+
+
+@cache
+def _experiments_own(groups: tuple[str, ...]) -> DictConfig:
+    """What these config groups say by themselves. Not to be changed: many runs are compared with it."""
+    return compose_config(list(groups))
+
+
+def _run_directory(config: DictConfig, source: Source, overrides: list[str], presets: dict) -> Path:
     """run_dir, or results/runs/<task>/<experiment>/<data source>[,changed settings]/<sorter>[,changed]-s<seed>.
 
     Whatever differs from the experiment's own settings is in the name, so that different runs never share a folder.
@@ -193,9 +215,10 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     if config.run_dir:
         return Path(config.run_dir)
     groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
-    plain = compose_config([*presets, *groups])
+    plain = copy.deepcopy(_experiments_own(tuple(groups)))
+    _apply(presets, plain, [])
     OmegaConf.resolve(plain)
-    before, after = (_flatten(OmegaConf.to_container(c)) for c in (plain, config))
+    before, after = (flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
     changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
@@ -213,11 +236,12 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     )
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict:
+def flatten(tree: dict, prefix: str = "") -> dict:
+    """Nested keys joined by dots."""
     flat = {}
     for key, value in tree.items():
         flat.update(
-            _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return flat
 

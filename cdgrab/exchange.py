@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .gradients import GradientFunction
@@ -40,20 +41,25 @@ def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tupl
 
 
 class Mean:
-    """The mean gradient [dim] from every process's sum over its workers [dim]."""
+    """The mean gradient [dim] from every process's sum over its workers [dim].
 
-    def __init__(self, group: WorkerGroup, dim: int, *, keep_shares: bool = False) -> None:
-        self.group, self.dim, self.keep_shares = group, dim, keep_shares
+    wire: the type in which numbers travel, where that is not their own; they are added up in theirs.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, dim: int, *, keep_shares: bool = False, wire: torch.dtype | None = None
+    ) -> None:
+        self.group, self.dim, self.keep_shares, self.wire = group, dim, keep_shares, wire
         self._shares: Tensor | None = None
 
     def __call__(self, local_sum: Tensor) -> Tensor:
-        group = self.group
+        group, own, wire = self.group, local_sum.dtype, self.wire or local_sum.dtype
         if not group.divides(self.dim):
-            return tree_sum(group.gather(local_sum[None])) / group.workers
-        shares = group.shard(local_sum)
+            return tree_sum(group.gather(local_sum[None].to(wire)).to(own)) / group.workers
+        shares = group.shard(local_sum.to(wire)).to(own)
         if self.keep_shares:
             self._shares = shares
-        return group.unshard(tree_sum(shares) / group.workers, self.dim)
+        return group.unshard((tree_sum(shares) / group.workers).to(wire), self.dim).to(own)
 
     def take_shares(self) -> Tensor:
         """This process's coordinates of the last sums, [processes, width]; they are not kept any longer."""

@@ -14,7 +14,7 @@ from .data.glue import LAYOUTS
 from .figures import AXIS_LABELS, COLOURS, STYLE
 from .published import SORTERS, published
 from .report import markdown
-from .results import Group, Sweep
+from .results import Group, Sweep, pretrained_by
 
 EXPERIMENT = "table1_glue"
 OURS, BASELINE = "cd_grab", "d_rr"
@@ -156,8 +156,7 @@ def _encoder(group: Group) -> str:
     science = group.manifests[0]["science"]
     if science["task.encoder"] == "frozen":
         return f"linear head on frozen {science['task.encoder_name']}"
-    names = {name for manifest in group.manifests for name in manifest["data"]["checksums"]}
-    folders = {name.split()[1].rpartition("/")[0] for name in names if name.startswith("checkpoint ")}
+    folders = {name for manifest in group.manifests for name in pretrained_by(manifest)}
     return f"Tiny GPT-2 of {', '.join(sorted(folders))}, trained on as a whole"
 
 

@@ -14,10 +14,12 @@ import pandas as pd
 from .config import ROOT
 from .errors import CdgrabError
 from .runlog import read_manifest, read_metrics
+from .tasks import TASKS
 
 RESULTS = ROOT / "results"
 LABELS = {"riffle": "riffle (published code)", "d_rr,shared=True": "D-RR, shared order"}
 HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
+PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ class Group:
     def like_the_paper(self) -> bool:
         """All of the paper's data, and its settings but perhaps fewer epochs: its curves may be drawn beside.
 
-        The folder's name tells which settings differ from the experiment's, which are the paper's.
+        The folder's name tells which settings differ from the experiment's, which are the paper's. A model that was
+        trained on must come from runs with all of the paper's data and settings, and all epochs.
         """
         changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
         own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
-        return own and changed <= HARMLESS | {_short(self.columns)}
+        started = {name for m in self.manifests for name in pretrained_by(m)}
+        return own and changed <= HARMLESS | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
 
     def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
         """Beside the paper's curves, perplexities are those that the published code computes."""
@@ -127,19 +131,27 @@ class Sweep:
         return caption(self.manifests)
 
 
+def pretrained_by(manifest: dict) -> set[str]:
+    """The runs whose model a run started from, as <experiment>/<data source and settings>."""
+    names = [name.partition("checkpoint ")[2] for name in manifest["data"].get("checksums", {})]
+    return {name.rpartition("/")[0] for name in names if name}
+
+
 def groups(experiment: str) -> list[Group]:
     """All groups of an experiment that have finished runs; only the one named by CDGRAB_GROUP when that is set."""
-    only = os.environ.get("CDGRAB_GROUP")
-    return _finished(experiment, [Path(only)] if only else _folders(experiment))
+    only = _only(experiment)
+    return _finished(experiment, [only] if only else _folders(experiment))
 
 
 def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:
     """Groups that agree in all but `setting` and log `metric`; only CDGRAB_GROUP's sweep when that is set."""
-    only = os.environ.get("CDGRAB_GROUP")
-    wanted = without(Path(only).name, setting) if only else None
+    only = _only(experiment)
+    wanted = without(only.name, setting) if only else None
     sources: dict[str, list[Group]] = {}
     for group in _finished(experiment, _folders(experiment), metric):
         sources.setdefault(without(group.source, setting), []).append(group)
+    if wanted is not None and wanted not in sources:
+        raise _nothing(f"{experiment} in {only}")
     return [
         Sweep(setting, source, tuple(sorted(members, key=lambda group: group.manifests[0]["science"][setting])))
         for source, members in sources.items()
@@ -153,7 +165,7 @@ def without(source: str, setting: str | None) -> str:
 
 
 def caption(manifests: list[dict]) -> str:
-    """Data source, settings, seeds and commit in one line."""
+    """Data source, size, settings, seeds and commit in one line."""
 
     def all_of(values: list) -> str:
         return ", ".join(f"{value:g}" for value in sorted(set(values)))
@@ -162,16 +174,24 @@ def caption(manifests: list[dict]) -> str:
     runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
     count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
     settings = [m["science"] for m in manifests]
-    sizes = sorted({m.get("size", "paper") for m in manifests} - {"paper"})
     sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
+    counted = TASKS[task][0].counted if (task := manifests[0].get("task")) in TASKS else "rows"
     return (
-        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} rows · "
-        f"{all_of([s['workers'] for s in settings])} workers, batch {all_of([s['task.batch'] for s in settings])}, "
-        f"lr {all_of([s['task.lr'] for s in settings])}{''.join(f', size {size}' for size in sizes)}"
+        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} {counted} · "
+        f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "
+        f"batch {all_of([s['task.batch'] for s in settings])}, lr {all_of([s['task.lr'] for s in settings])}"
         f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
         f"{count} seed{'s' * (count != '1')}, mean ± std · {_machine(manifests)} · "
         f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
     )
+
+
+def _size(manifests: list[dict]) -> str:
+    """size paper; size quick; size paper with epochs=8, limit=12800."""
+    sizes = sorted({m.get("size", "paper") for m in manifests})
+    names = [without(m["path"].parent.name, m.get("config", {}).get("columns")) for m in manifests]
+    changed = dict.fromkeys(part for name in names for part in name.split(",")[1:])
+    return f"size {', '.join(sizes)}" + (f" with {', '.join(changed)}" if changed else "")
 
 
 def _machine(manifests: list[dict]) -> str:
@@ -191,6 +211,15 @@ def _short(setting: str) -> str:
     return setting.removeprefix("task.")
 
 
+def _only(experiment: str) -> Path | None:
+    """The folder that CDGRAB_GROUP names, which must be one of this experiment's."""
+    if not (named := os.environ.get("CDGRAB_GROUP")):
+        return None
+    if Path(named).parent.name != experiment:
+        raise CdgrabError(f"CDGRAB_GROUP={named} is no folder with runs of {experiment}")
+    return Path(named)
+
+
 def _folders(experiment: str) -> list[Path]:
     return sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
 
@@ -199,7 +228,9 @@ def _finished(experiment: str, folders: list[Path], metric: str = "train_loss") 
     found = [group for group in map(Group, folders) if group.manifests and metric in group.metrics]
     if not found:
         what = "" if metric == "train_loss" else f" with {metric}"
-        raise CdgrabError(
-            f"no finished runs of {experiment}{what} under {RESULTS / 'runs'}; `make` lists the commands that make them"
-        )
+        raise _nothing(f"{experiment}{what} under {RESULTS / 'runs'}")
     return found
+
+
+def _nothing(what: str) -> CdgrabError:
+    return CdgrabError(f"no finished runs of {what}; `make` lists the commands that make them")

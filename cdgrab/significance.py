@@ -42,3 +42,12 @@ def paired_p(differences: Sequence[float]) -> float:
     if variance == 0.0:
         return 1.0 if mean == 0.0 else 0.0
     return t_two_sided(mean / math.sqrt(variance / count), count - 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), …"""
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

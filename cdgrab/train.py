@@ -45,8 +45,8 @@ class Trainer:
     def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
         config = run.config
         self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
-        self.microbatch = task.units_per_step(config.workers)
-        owned = task.partition(config.workers, streams.permutation(task.train_units, config.seed, "partition"))
+        self.microbatch = task.units_per_step
+        owned = task.partition(streams.permutation(task.train_units, config.seed, "partition"), config.seed)
         self.units = owned.shape[1]
         self.steps = -(-self.units // self.microbatch)
         self.owned = owned[group.local].to(device)
@@ -165,16 +165,16 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, log: RunLog) -> None:
+    def fit(self, log: RunLog, quiet: bool = False) -> None:
         """Train the epochs that are still to do; metrics and a checkpoint after each."""
-        with _progress_bar(self) as bar, torch.no_grad():
+        with _progress_bar(self, quiet) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
                 clock = Clock()
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
                 first_parameters = self.loop.parameters.clone()
                 self.train_epoch(order, clock, bar)
-                metrics = self._evaluate() | self._herding(first_parameters)
+                metrics = self.evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
                 sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
                 clock.lap("evaluation")
@@ -239,7 +239,7 @@ class Trainer:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def _evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Full train loss over all workers' units, and test metrics. Worker by worker, summed in worker order; on one
         GPU all at once, which is faster and equal up to rounding."""
         parameters = self.flat.unflatten(self.loop.parameters)
@@ -278,13 +278,13 @@ class Trainer:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _progress_bar(trainer: Trainer) -> tqdm:
+def _progress_bar(trainer: Trainer, quiet: bool) -> tqdm:
     config = trainer.config
     return tqdm(
         total=config.epochs * trainer.steps,
         initial=trainer.epochs_done * trainer.steps,
         desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
         unit="step",
-        disable=trainer.group.rank > 0 or not sys.stderr.isatty(),
+        disable=quiet or trainer.group.rank > 0 or not sys.stderr.isatty(),
         dynamic_ncols=True,
     )

@@ -130,6 +130,12 @@ class WorkerGroup:
         rows = everybody.view(self.world_size, -1)
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
+    def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
+        """What `shard` made of one row per worker, [workers, width] -> those of the local workers, [local, dim]."""
+        own = range(self.workers)[self.local]
+        whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
+        return torch.stack(whole)  # one at a time: nobody holds those of all workers
+
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""
         if self.world_size > 1:
@@ -198,6 +204,13 @@ def connect(workers: int) -> WorkerGroup:
 
 def one_worker_per_process(channel: object = None) -> WorkerGroup:
     """The processes that are connected already, each hosting one worker; `channel`: those of a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if launched_world_size() > 1:
+            raise CdgrabError(
+                f"there are {launched_world_size()} processes, but they are not connected: "
+                "call torch.distributed.init_process_group first"
+            )
+        return WorkerGroup(1)
     processes = dist.get_world_size(channel)
     return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)
 

@@ -1,6 +1,6 @@
 """A small network on handwritten digits, trained by DistributedDataParallel with sparse gradients.
 
-    torchrun --nproc_per_node=2 examples/ddp_sparsify.py [exdyna] [density]
+    torchrun --nproc_per_node=2 examples/ddp_sparsify.py [exdyna] [density] [epochs]
 
 Prints loss and accuracy, and how many bytes a process sent in the last step, next to those of dense gradients.
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cdgrab.data import cifar10
 from cdgrab.sparsify import ddp_hook
 
-EPOCHS, BATCH = 8, 32
+BATCH = 32
 
 
 def network() -> nn.Module:
@@ -26,7 +26,7 @@ def network() -> nn.Module:
     )
 
 
-def main(sparsifier: str = "exdyna", density: str = "0.01") -> float:
+def main(sparsifier: str = "exdyna", density: str = "0.01", epochs: str = "8") -> float:
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def main(sparsifier: str = "exdyna", density: str = "0.01") -> float:
     model = DistributedDataParallel(network())
     hook = ddp_hook(model, sparsifier, density=float(density))  # the one line
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(EPOCHS):
+    for epoch in range(int(epochs)):
         for batch in train[torch.randperm(len(train))][rank::processes].split(BATCH):
             optimiser.zero_grad()
             loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])

@@ -4,8 +4,9 @@
     python -m experiments.study study=rates size=paper study.seeds=5 # `make study-rates SIZE=paper SEEDS=5`
 
 Settings are Hydra overrides (key=value) of configs/study.yaml and configs/study/<name>.yaml: size=smoke|quick|paper,
-study.seeds, study.<setting>. Results go to results/studies/<name>/<size>, the verdicts of all studies to
-results/STUDIES.md. What is complete is not computed again; an interrupted study goes on where it stopped.
+data=auto|embedded, jobs, study.seeds, study.<setting>. Results go to results/studies/<name>/<size>[-data], the verdicts
+of all studies to results/STUDIES.md. What is complete is not computed again; an interrupted study goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import sys
 import torch
 from tqdm import tqdm
 
-from cdgrab.config import ROOT, choices
+from cdgrab.checks import count
+from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError
 from cdgrab.memory import keep_freed_memory
 from cdgrab.results import RESULTS
-from cdgrab.studies.base import Part, carry_out, compose_study
+from cdgrab.studies.base import Part, Study, carry_out, compose_study
 from cdgrab.studies.collection import summary, write_collection
 from scripts.notebook import execute
 
 REFUSED, INTERRUPTED = 2, 130
+MOST_JOBS = 8
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,13 +58,21 @@ def run(overrides: list[str]) -> None:
         seconds = 0.1 if sys.stderr.isatty() else 10  # a line now and then in a log
         return tqdm(parts, desc=f"study {study.name}", unit="part", mininterval=seconds)
 
-    carry_out(study, progress)
+    carry_out(study, progress, _jobs(study, overrides))
     os.environ["CDGRAB_STUDY"] = str(study.directory.resolve())
     notebook = execute(f"study_{study.name}")
     del os.environ["CDGRAB_STUDY"]
     print(f"\n{summary(study)}")
     for path in (RESULTS / "figures" / f"{study.figure_name()}.png", notebook, write_collection()):
         print(path.relative_to(ROOT))
+
+
+def _jobs(study: Study, overrides: list[str]) -> int:
+    """auto: where parts are whole training runs, one at a time per core; else starting processes would take longer."""
+    wanted = compose_config([o for o in overrides if o.partition("=")[0] in ("study", "jobs")], "study").jobs
+    if wanted == "auto":
+        return min(len(os.sched_getaffinity(0)), MOST_JOBS) if study.data and study.size != "smoke" else 1
+    return count("jobs", wanted, 1)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python -m experiments.train sorter=d_rr epochs=3 data=embedded        # one process hosting all workers
 
 Settings are Hydra overrides (key=value) of configs/config.yaml. The most used:
-    task, sorter, sparsifier, workers, seed, epochs, data=auto|embedded, run_dir, resume=true|false,
-    device=auto|cpu|cuda, task.lr, task.batch, task.state, sorter.<option>, sparsifier.<option>
+    task, sorter, sparsifier, size=smoke|quick|paper, workers, seed, epochs, data=auto|embedded, run_dir,
+    resume=true|false, device=auto|cpu|cuda, task.lr, task.batch, task.state, sorter.<option>, sparsifier.<option>
 """
 
 from __future__ import annotations

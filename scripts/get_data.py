@@ -21,7 +21,6 @@ HF_HUB_OFFLINE=1 that is used alone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from pathlib import Path
 
 from cdgrab.data import cifar10, hmda, hub, hub_glue, m4, wikitext
 from cdgrab.errors import CdgrabError
+from scripts.arguments import Parser
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ DATASETS: dict[str, list[list[Origin]]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(command_line: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
     parser.add_argument("task", help=f"one of {', '.join(DATASETS)}")
     parser.add_argument(
         "--clones",
@@ -75,7 +75,7 @@ def main() -> int:
         help="a folder with clones of the hub's repositories under their names (CLONES/nyu-mll/glue), used instead of "
         "all origins",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     task = arguments.task.lower().replace("_", "-")
     root = Path(os.environ.get("CDGRAB_DATA") or "data").expanduser()
     try:

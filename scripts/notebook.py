@@ -1,40 +1,57 @@
-"""Execute a notebook of notebooks/ and keep the executed copy under results/notebooks.
+"""Execute notebooks of notebooks/ and keep the executed copies under results/notebooks.
 
 python -m scripts.notebook fig3a_lr_hmda            # all data sources that have runs
-python -m scripts.notebook fig3a_lr_hmda --in-place # refresh the committed outputs
+python -m scripts.notebook --in-place               # all notebooks: refresh the committed outputs
 """
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import os
+import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import nbformat
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from traitlets.config import Config
 
 from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
+from scripts.arguments import Parser
+
+FOLDER = ROOT / "notebooks"
+# What a notebook finds: this process's settings, and nothing of the notebooks before it.
+FRESH_START = """
+import os, sys
+for name in [name for name in os.environ if name.startswith("CDGRAB_")]:
+    del os.environ[name]
+os.environ.update({settings})
+if "matplotlib.pyplot" in sys.modules:
+    sys.modules["matplotlib.pyplot"].close("all")
+get_ipython().reset()
+get_ipython().execution_count = 0
+"""
 
 
 def execute(name: str, in_place: bool = False) -> Path:
     """The path of the executed notebook."""
-    source = ROOT / "notebooks" / f"{name}.ipynb"
+    source = FOLDER / f"{name}.ipynb"
     target = source if in_place else ROOT / "results" / "notebooks" / source.name
     notebook = nbformat.read(source, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(ROOT)}},
-        config=Config({"KernelManager": {"transport": "ipc"}}),  # local sockets: no port is opened
-    )
+    settings = {key: value for key, value in os.environ.items() if key.startswith("CDGRAB_")}
+    start = nbformat.v4.new_code_cell(FRESH_START.replace("{settings}", repr(settings)))
     try:
-        client.execute()
+        for some in (nbformat.v4.new_notebook(cells=[start]), notebook):
+            _run(some)
     except CellExecutionError as error:
         raise CdgrabError(f"notebook {name} failed: {error.ename}: {error.evalue}") from error
+    except DeadKernelError as error:
+        _client.cache_clear()
+        raise CdgrabError(f"notebook {name} failed: its process ended") from error
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)  # time stamps would make every execution a change
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,20 +59,50 @@ def execute(name: str, in_place: bool = False) -> Path:
     return target
 
 
+def _run(notebook: nbformat.NotebookNode) -> None:
+    """In the common process. Signals keep their meaning, which nbclient takes away."""
+    client, handlers = _client(), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    client.nb = notebook
+    try:
+        client.execute(cleanup_kc=False)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@cache
+def _client() -> NotebookClient:
+    """All notebooks run in one process, started for the first: most of a short notebook's time are its imports."""
+    client = NotebookClient(
+        nbformat.v4.new_notebook(),
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(ROOT)}},
+        config=Config({"KernelManager": {"transport": "ipc"}}),  # local sockets: no port is opened
+    )
+    atexit.register(lambda: client.km and run_sync(client.km.shutdown_kernel)(now=True))
+    return client
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
+    names = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    parser = Parser(__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(names)}; none: all of them")
     parser.add_argument("--in-place", action="store_true")
     arguments = parser.parse_args()
-    try:
-        print(execute(arguments.name, arguments.in_place))
-    except CdgrabError as error:
-        if "no finished runs" in str(error):
-            print(f"skipped: {error}")
-            return 0
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    if unknown := set(arguments.names) - set(names):
+        parser.error(f"unknown notebook {min(unknown)!r}; the notebooks are {', '.join(names)}")
+    status = 0
+    for name in arguments.names or names:
+        try:
+            print(execute(name, arguments.in_place), flush=True)
+        except CdgrabError as error:
+            if "no finished runs" in str(error):
+                print(f"skipped: {error}", flush=True)
+            else:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ import sys
 from omegaconf import DictConfig
 
 from cdgrab import report
-from cdgrab.config import ROOT, Run, compose
-from cdgrab.data.glue import GET, missing_files
+from cdgrab.config import ROOT, Run, compose, compose_config
 from cdgrab.errors import CdgrabError
 from cdgrab.results import RESULTS, Group, groups, sweeps, without
+from cdgrab.tasks import locate_data
+from scripts.arguments import Parser, positive
 from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
@@ -35,8 +36,8 @@ EXPERIMENTS = {
 REFUSED, DIVERGED = 2, 3
 
 
-def main() -> int:
-    arguments = _parse()
+def main(command_line: list[str] | None = None) -> int:
+    arguments = _parse(command_line)
     task = arguments.task.lower().replace("_", "-")
     if task not in (*EXPERIMENTS, "all"):
         names = ", ".join((*EXPERIMENTS, "all"))
@@ -85,12 +86,12 @@ def reproduce_task(task: str, overrides: list[str], seeds: int | None, rows: lis
 
 def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: list[dict] | None = None) -> int:
     """Runs, notebook and table of one experiment. A diverged run is left out of the figure and reported at the end."""
-    datasets = _glue_datasets(overrides) if experiment == "table1_glue" else []
-    run = compose([f"experiment={experiment}", *overrides, *(f"task.dataset={name}" for name in datasets[:1])])
+    columns = _columns_with_files(experiment, overrides)
+    run = compose([f"experiment={experiment}", *overrides, *columns[:1]])
     config = run.config
     if not config.sweeps[config.size]:
         return 0  # nothing of this experiment at this size
-    sweep = [f"task.dataset={','.join(datasets)}"] if datasets else []
+    sweep = [f"{config.columns}={','.join(column.partition('=')[2] for column in columns)}"] if columns else []
     status = _launch(experiment, config, [*overrides, *sweep], seeds)
     if status not in (0, DIVERGED):
         return status
@@ -122,16 +123,20 @@ def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: in
     return status
 
 
-def _glue_datasets(overrides: list[str]) -> list[str]:
-    """Those whose files are there; says which are not. None for the embedded sentences."""
-    if "data=embedded" in overrides:
-        return []
-    missing = missing_files()
-    there = [dataset for dataset, files in missing.items() if not files]
-    for dataset, files in missing.items():
-        if files and there:
-            print(f"skipped {dataset}: {', '.join(files)} not found; {GET}")
-    return there
+def _columns_with_files(experiment: str, overrides: list[str]) -> list[str]:
+    """The experiment's `candidates` whose files are there, as overrides; says which are not. None of embedded data."""
+    settings = [f"experiment={experiment}", *overrides]
+    config = compose_config(settings)
+    columns, missing = [], {}
+    for value in config.candidates or ():
+        column = f"{config.columns}={value}"
+        try:
+            columns += [] if locate_data(compose_config([*settings, column])).embedded else [column]
+        except CdgrabError as error:
+            missing[value] = error
+    for value, error in missing.items() if columns else ():
+        print(f"skipped {value}: {error}")
+    return columns
 
 
 def _made(run: Run) -> list[Group]:
@@ -139,23 +144,17 @@ def _made(run: Run) -> list[Group]:
     return [group for sweep in sweeps(name, columns) for group in sweep.groups] if columns else groups(name)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parse(command_line: list[str] | None) -> argparse.Namespace:
+    parser = Parser(__doc__)
     parser.add_argument("task", help=f"one of {', '.join(EXPERIMENTS)}, or all")
-    parser.add_argument("--seeds", type=_positive, help="how many seeds (default: the experiment's for the size)")
-    parser.add_argument("--epochs", type=_positive, help="how many epochs (default: the paper's)")
-    parser.add_argument("--workers", type=_positive, help="how many logical workers (default: the paper's)")
-    parser.add_argument("--nproc", help="processes that host the workers (default: auto)")
-    parser.add_argument("--jobs", type=_positive, help="runs at the same time (default: 1)")
+    parser.add_argument("--seeds", type=positive, help="how many seeds (default: the experiment's for the size)")
+    parser.add_argument("--epochs", type=positive, help="how many epochs (default: the task's for the size)")
+    parser.add_argument("--workers", type=positive, help="how many logical workers (default: the experiment's)")
+    parser.add_argument("--nproc", help="processes that host the workers (default: auto, one per GPU or one on a CPU)")
+    parser.add_argument("--jobs", type=positive, help="runs at the same time (default: the experiment's, 1 or 2)")
     parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
-    return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+    return parser.parse_args(command_line)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run under torchrun by test_exchange.py: what every process gets, saved for comparison with one process."""
 
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,8 @@ def orders_from_shares(group, shape, kind):
     """One worker per process, whose gradients are divided on the way to their mean."""
     count, units, dim = shape
     workers.WHOLE = 0
-    sorter = cdgrab.make_sorter("cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
+    make = partial(cdgrab.make_sorter, "cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
+    sorter = make()
     mean = exchange.Mean(group, dim, keep_shares=True)
     found = []
     for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
@@ -60,6 +62,10 @@ def orders_from_shares(group, shape, kind):
             average = mean(gradients[group.rank, unit])
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
             sorter.observe_share(mean.take_shares())
+            if unit in (2, 3):  # go on in another one, also amid a pair
+                state = sorter.state_dict()
+                sorter = make()
+                sorter.load_state_dict(state)
     return torch.stack([*found, sorter.order(EPOCHS)])
 
 

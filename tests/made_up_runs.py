@@ -4,10 +4,11 @@ import json
 
 
 def write_run(folder, sorter, label, seed, losses, papers_own=False, status="finished", size="paper", **changes):
-    """`changes`: other settings, the figure's columns, more metrics (name -> value by epoch)."""
+    """`changes`: other settings, the figure's columns, more metrics (name -> value by epoch), the task, the folder of
+    runs whose models it started from."""
     run = folder / f"{sorter}-s{seed}"
     run.mkdir(parents=True)
-    more = changes.pop("metrics", {})
+    more, started_from = changes.pop("metrics", {}), changes.pop("started_from", None)
     lines = [
         {"epoch": e, "train_loss": loss, "test_accuracy": 80.0 + seed, "seconds": 2.0}
         | {name: values[e] for name, values in more.items() if e in values}
@@ -19,11 +20,13 @@ def write_run(folder, sorter, label, seed, losses, papers_own=False, status="fin
         "sorter": sorter.partition(",")[0],
         "sorter_label": label,
         "seed": seed,
-        "task": "made_up",
+        "task": changes.pop("task", "made_up"),
         "size": size,
         "commit": "abc123",
         "config": {"columns": changes.pop("columns", None)},
         "science": {"workers": 4, "task.batch": 16, "task.lr": 0.005} | changes,
         "data": {"embedded": False, "papers_own": papers_own, "description": "made up", "rows": {"all": 1234}},
     }
+    if started_from:
+        manifest["data"]["checksums"] = {f"checkpoint {started_from}/{sorter}-s{seed}": "0123"}
     (run / "manifest.json").write_text(json.dumps(manifest))

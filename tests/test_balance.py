@@ -1,6 +1,7 @@
 """Sign rules, reordering, the compiled kernels against the plain loops, and the random streams behind the draws."""
 
 import math
+import types
 
 import numpy as np
 import pytest
@@ -165,6 +166,21 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
     assert_same_by_both(fast, "balance", rows, normal(sums, 19, seed=1), limits)
 
 
+@pytest.mark.parametrize("workers", [3, 8, 9])
+@pytest.mark.parametrize("how", ["four rows at a time", "by threads", "divided"])
+def test_long_rows_are_balanced_as_by_the_plain_loop(how, workers, monkeypatch):
+    """Longer than a chunk of coordinates; in groups and blocks that are not always full."""
+    compiled = pytest.importorskip("cdgrab.kernels.cpu")
+    module = types.SimpleNamespace(balance=compiled.balance)
+    if how == "by threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    elif how == "divided":
+        monkeypatch.setattr(kernels.divided, "ROWS_AT_ONCE", 10)
+        module.balance = lambda *arguments: kernels.balance_divided(*arguments, lambda products: products)
+    rows, limits = make_rows(9, workers, compiled.CHUNK + 5, torch.float32, strided=True), 60.0 * uniform(9, workers)
+    assert_same_by_both((module, "cpu"), "balance", rows, normal(1, rows.shape[2], seed=1), limits)
+
+
 @dtypes
 @layouts
 @pytest.mark.parametrize("width", [0.0, 6.0], ids=["greedy", "walk"])
@@ -262,3 +278,9 @@ def test_walk_draws_are_uniform_on_minus_one_to_one_and_uncorrelated_across_work
     moments = torch.stack([draws.mean(1), draws.pow(2).mean(1) - 1 / 3])
     assert moments.abs().max() < 4 / math.sqrt(DRAWS)
     assert (torch.corrcoef(draws) - torch.eye(9)).abs().max() < 4 / math.sqrt(DRAWS)
+
+
+def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
+    assert kernels.cpu.can_keep_code()
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written
+    assert not kernels.cpu.can_keep_code()

@@ -98,7 +98,9 @@ def test_rows_of_another_device_are_kept(tmp_path, monkeypatch):
 def epoch_rows():
     """As measured by `epoch`, from times given here: the ratios of neighbours are 2, 1.5 and 1."""
     found = {
-        sorter: [{"seconds": s, "phases": dict.fromkeys(epoch.Clock().seconds, s / 6)} for s in seconds]
+        sorter: [
+            {"seconds": s, "cpu_seconds": 4.0, "phases": dict.fromkeys(epoch.Clock().seconds, s / 6)} for s in seconds
+        ]
         for sorter, seconds in (("d_rr", [1.0, 2.0, 4.0]), ("cd_grab", [2.0, 3.0, 4.0]))
     }
     made = epoch._row(found | {"what": {"workers": 4, "steps": 9, "dim": 19, "data": "made up"}})
@@ -116,6 +118,7 @@ def memory_rows():
 def test_epochs_and_memory_are_summarised_by_medians():
     row = epoch_rows()[0]
     assert row.keys() >= KEYS["epoch"] and (row["d_rr_s"], row["cd_grab_s"], row["ratio"]) == (2.0, 3.0, 1.5)
+    assert (row["cd_grab_cpu_s"], row["cpu_ratio"]) == (4.0, 1.0)
     row = memory_rows()[0]
     assert row.keys() >= KEYS["memory"] and (row["extra_bytes"], row["extra_per_parameter"]) == (4000, 1.0)
 

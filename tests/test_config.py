@@ -52,7 +52,7 @@ def test_every_sweep_of_an_experiment_names_settings_that_exist(experiment):
 def test_every_task_builds_on_its_embedded_default(name):
     run = compose([f"task={name}", "data=embedded", "size=smoke"])
     task = make_task(run.config, run.source, torch.device("cpu"))
-    owned = task.partition(4, torch.randperm(task.train_units))
+    owned = task.partition(torch.randperm(task.train_units))
     assert owned.shape[0] == 4 and len(owned.unique()) == owned.numel()
     assert task.source.embedded and task.rows["all"] > 0 and task.test_units > 0
 
@@ -113,7 +113,7 @@ BAD = [
     (["task.schedule.kind=magic"], "task.schedule.kind must be constant, step or linear"),
     (["task.dtype=float8"], "task.dtype must be float32 or float64"),
     (["task.gradients=magic"], "task.gradients must be vmap or backward"),
-    (["task.partition=magic"], "task.partition must be random or contiguous"),
+    (["task.partition=magic"], "task.partition must be random, contiguous or dirichlet"),
     (["task.train_share=1.5"], "task.train_share must be a number above 0 and below 1"),
     (["task.unknown=1"], "unknown"),
     (["sorter.rule=magic"], "rule must be one of greedy, walk"),
@@ -144,6 +144,8 @@ BAD = [
     (["sparsifier=deft", "sparsifier.layers=[3]"], "layers must sum to dim = 56, got 3"),
     (["+sparsifier.magic=1"], "sparsifier dense has no option magic; it takes none"),
     (["size=huge"], "size must be smoke, quick or paper"),
+    (["task.presets=null"], "task.presets.embedded must have settings for every size, got None"),
+    (["task.presets.embedded.smoke=null"], "task.presets.embedded must have settings for every size"),
 ]
 
 
@@ -169,7 +171,16 @@ def test_help_lists_what_there_is(capsys):
     assert train.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(
-        name in printed for name in [*SORTERS, *SPARSIFIERS, *TASKS, *choices("experiment"), "torchrun", "resume"]
+        name in printed
+        for name in [
+            *SORTERS,
+            *SPARSIFIERS,
+            *TASKS,
+            *choices("experiment"),
+            "torchrun",
+            "resume",
+            "size=smoke|quick|paper",
+        ]
     )
 
 

@@ -130,10 +130,20 @@ def test_new_york_comes_first_and_is_the_papers_own(tmp_path):
 
 
 def test_a_state_without_its_features_is_not_replaced_by_the_embedded_default(tmp_path):
+    assert hmda.locate(root=str(tmp_path)).embedded
     (tmp_path / "hmda").mkdir()
+    with pytest.raises(CdgrabError, match="2017-NY-features.csv is missing"):
+        hmda.load(hmda.locate(root=str(tmp_path)))
     (tmp_path / "hmda" / "2017-NJ-target.csv").touch()
     with pytest.raises(CdgrabError, match="2017-NJ-features.csv is missing"):
         hmda.load(hmda.locate(root=str(tmp_path)))
+
+
+def test_a_complete_state_comes_before_parts_of_new_york(tmp_path):
+    (tmp_path / "hmda").mkdir()
+    for name in ("NY-features", *(f"NJ-{part}" for part in hmda.PARTS)):
+        (tmp_path / "hmda" / f"2017-{name}.csv").touch()
+    assert hmda.locate(root=str(tmp_path)).label == "NJ-2017"
 
 
 def test_missing_folder_is_refused_not_replaced_by_the_embedded_default(tmp_path):
@@ -141,8 +151,9 @@ def test_missing_folder_is_refused_not_replaced_by_the_embedded_default(tmp_path
         hmda.locate(root=str(tmp_path / "nowhere"))
 
 
-def embedded_task(seed=0, **changes):
-    run = compose(["data=embedded", f"seed={seed}", *(f"task.{k}={v}" for k, v in changes.items())])
+def embedded_task(seed=0, workers=4, **changes):
+    settings = ["data=embedded", f"seed={seed}", f"workers={workers}"]
+    run = compose([*settings, *(f"task.{k}={v}" for k, v in changes.items())])
     return make_task(run.config, run.source, torch.device("cpu"))
 
 
@@ -168,21 +179,20 @@ def test_split_depends_on_the_seed_alone():
 
 
 def test_partition_deals_every_unit_once():
-    task = embedded_task()
-    owned = task.partition(4, torch.randperm(1591))
+    owned = embedded_task().partition(torch.randperm(1591))
     assert owned.shape == (4, 397) and len(owned.unique()) == 4 * 397
-    contiguous = embedded_task(partition="contiguous").partition(2, torch.randperm(1591))
+    contiguous = embedded_task(workers=2, partition="contiguous").partition(torch.randperm(1591))
     assert torch.equal(contiguous, torch.arange(2 * 795).view(2, 795))
     with pytest.raises(CdgrabError, match="fewer training units"):
-        task.partition(2000, torch.randperm(1591))
+        embedded_task(workers=2000, batch=2000).partition(torch.randperm(1591))
 
 
 def test_truncation_gives_the_papers_counts():
     """195,285 training rows of New York become 4 x 48,816: every worker an even number of full steps."""
     task = embedded_task(truncate=True)
     for rows, workers, batch, units in [(195_285, 4, 16, 48_816), (107_384, 32, 32, 3_354), (50_000, 64, 64, 780)]:
-        task.train_units, task.config.batch = rows, batch
-        assert task.partition(workers, torch.randperm(rows)).shape == (workers, units)
+        task.train_units, task.workers, task.config.batch = rows, workers, batch
+        assert task.partition(torch.randperm(rows)).shape == (workers, units)
 
 
 @pytest.fixture

@@ -131,10 +131,22 @@ def test_missing_datasets_are_listed_and_skipped(tmp_path, monkeypatch, capsys):
         glue.locate("nonsense")
     with pytest.raises(CdgrabError, match="CoLA needs its files"):
         glue.locate("CoLA", data="embedded")
-    assert reproduce._glue_datasets([]) == ["CoLA"] and reproduce._glue_datasets(["data=embedded"]) == []
+    assert reproduce._columns_with_files("table1_glue", []) == ["task.dataset=CoLA"]
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == [f"skipped {n}" for n in glue.LAYOUTS if n != "CoLA"]
-    assert "glue/QNLI/train.tsv not found" in said[2] and "dev.tsv" not in said[2]
+    assert "needs glue/QNLI/train.tsv in CDGRAB_DATA (get it with `make data-glue`)" in said[2]
+    assert reproduce._columns_with_files("fig3a_lr_hmda", ["data=embedded"]) == []
+
+
+@packaged_sentences
+def test_sentences_that_are_there_in_part_are_not_replaced_by_embedded_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDGRAB_DATA", str(tmp_path))
+    assert glue.locate().embedded
+    write(tmp_path, "SST-2", FILES["SST-2"][0], names=["train.tsv"])
+    with pytest.raises(CdgrabError, match=r"SST-2 needs glue/SST-2/dev.tsv in CDGRAB_DATA .*data=embedded needs no"):
+        glue.locate()
+    assert glue.locate(data="embedded").embedded
+    assert reproduce._columns_with_files("table1_glue", ["data=embedded"]) == []
 
 
 def test_embedded_sentences_missing_is_one_sentence_with_the_command(tmp_path, monkeypatch):
@@ -463,7 +475,7 @@ def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
         ],
         ["RTE", "60.50 ± 0.50", "59.00 ± 0.00", "+1.50 ± 0.50", "2 of 2 seeds", "–", "–", "–"],
     ]
-    assert "GLUE RTE, 9 rows" in text and "linear head on frozen some-encoder" in text and "size quick" in text
+    assert "GLUE RTE, 9 rows · size quick" in text and "linear head on frozen some-encoder" in text
     drawn = figures_glue.figure(sweep, "title")
     accuracies = drawn.axes[0].get_lines()[0]
     assert list(accuracies.get_ydata()) == [71.0, 80.0, 60.5] and len(drawn.axes) == 3 + 3

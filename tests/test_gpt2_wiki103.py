@@ -336,6 +336,19 @@ def test_wikitext_comes_before_novels_and_neither_is_called_the_other(root, monk
     assert tokenizer.decode(blocks.valid.ravel().tolist()).startswith(" = Title = \n the valid part \n = Title")
 
 
+def test_text_that_is_there_in_part_is_not_replaced_by_embedded_text(tmp_path):
+    for folder in ("novels", "wikitext-103"):
+        (tmp_path / folder).mkdir()
+        with pytest.raises(
+            CdgrabError, match=r"no \S+/train.tokens .* no text file in \S+/novels; data=embedded needs"
+        ):
+            text_blocks.locate(root=str(tmp_path))
+        (tmp_path / folder).rmdir()
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "novels" / "Only.txt").touch()
+    assert text_blocks.locate(root=str(tmp_path)).description == "1 novel"
+
+
 def damage_wikitext(root):
     (root / "wikitext-103").mkdir()
     (root / "wikitext-103" / "train.tokens").write_text("text\n")
@@ -400,6 +413,6 @@ def test_real_novels_with_gpt2s_tokens_have_the_papers_model():
         pytest.skip("WikiText-103 itself is there")
     task = make_task(run.config, run.source, torch.device("cpu"))
     assert FlatParameters(task.model).dim == 6_846_080
-    assert (task.train_units, task.test_units, task.units_per_step(64)) == (256, 8, 1)
-    assert task.partition(64, torch.arange(256)).shape == (64, 4)
+    assert (task.train_units, task.test_units, task.units_per_step) == (256, 8, 1)
+    assert task.partition(torch.arange(256)).shape == (64, 4)
     assert run.source.checksums.keys() == {"novels", "vocab.json", "merges.txt"}

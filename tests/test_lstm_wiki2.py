@@ -38,6 +38,7 @@ packaged_data = pytest.mark.skipif(
 def root(tmp_path, monkeypatch):
     """A tiny corpus in the published layout; 4 columns of 38 training words: 7 full chunks of 5 and 2 words over."""
     monkeypatch.setattr(wikitext, "PUBLISHED", dict.fromkeys(wikitext.PUBLISHED))
+    monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     (tmp_path / "wikitext-2").mkdir()
     for name, lines in (("train.txt", 19), ("valid.txt", 2), ("test.txt", 9)):  # 8 words a line with its end
@@ -48,9 +49,10 @@ def root(tmp_path, monkeypatch):
 
 def tiny_task(root, *changes, workers=2):
     """The task and which units each worker owns."""
-    run = compose(["task=lstm_wiki2", f"data_root={root}", *TINY, "task.dtype=float64", "run_dir=unused", *changes])
+    settings = [f"data_root={root}", *TINY, f"workers={workers}", "task.dtype=float64", "run_dir=unused"]
+    run = compose(["task=lstm_wiki2", *settings, *changes])
     task = make_task(run.config, run.source, torch.device("cpu"))
-    return task, task.partition(workers, torch.empty(0))
+    return task, task.partition(torch.empty(0))
 
 
 def side_by_side(text, columns):
@@ -292,6 +294,18 @@ def test_cache_gives_the_same_arrays_and_makes_damaged_files_anew(tmp_path, monk
     check({"a": 1}, 7)
 
 
+def test_word_numbers_are_made_once_for_the_same_text(root, monkeypatch):
+    source, made = wikitext.locate(root=str(root)), []
+    number_words = wikitext.number_words
+    monkeypatch.setattr(wikitext, "number_words", lambda *texts: made.append(1) or number_words(*texts))
+    fresh, stored = (wikitext.load(source)[0] for _ in range(2))
+    assert len(made) == 1 and all(np.array_equal(array, getattr(stored, name)) for name, array in vars(fresh).items())
+    with open(root / "wikitext-2" / "valid.txt", "a") as file:
+        file.write(" new \n")
+    changed, _ = wikitext.load(source)
+    assert len(made) == 2 and [changed.vocabulary[n] for n in changed.valid[-2:]] == ["new", wikitext.END]
+
+
 @packaged_data
 def test_embedded_default_is_a_fixed_slice_of_wikipedia(tmp_path, monkeypatch):
     monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path))
@@ -314,7 +328,7 @@ def test_real_data_has_the_papers_counts():
     task = make_task(run.config, run.source, torch.device("cpu"))
     counts = {"vocabulary": 33_278, "train": 2_088_628, "test": 245_569, "chunks": 3729}
     assert task.rows == {"all": 2_088_628 + 245_569, **counts}
-    assert task.partition(4, torch.empty(0)).shape == (4, 3728)
+    assert task.partition(torch.empty(0)).shape == (4, 3728)
     assert FlatParameters(task.model).dim == 1_081_760 + 32  # the paper counts 33,277 words, <eos> left out
     inputs, targets = task.fetch("train", torch.tensor([[3 * 3729 + 3728]]))
     assert inputs.shape == targets.shape == (1, 1, 35, 4)

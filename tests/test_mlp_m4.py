@@ -112,4 +112,4 @@ def test_a_small_run(tmp_path):
 def test_the_papers_counts():
     task = make("task.truncate=true", "size=paper")
     assert task.rows == {"all": 119_316, "train": 107_384, "series": 359}
-    assert task.partition(32, torch.randperm(task.train_units)).shape == (32, 3_354)
+    assert task.partition(torch.randperm(task.train_units)).shape == (32, 3_354)

@@ -19,36 +19,11 @@ from cdgrab.sparsify import SPARSIFIERS, ddp_hook, make_sparsifier, sparsifier_o
 from cdgrab.sparsify.counting import count_reaching
 from cdgrab.sparsify.deft import allot, deal, pieces
 from cdgrab.sparsify.partitions import balanced, block_edges, equal_runs, partition_edges
+from cdgrab.studies.made_up_gradients import LayeredGradients
 from cdgrab.workers import WorkerGroup
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"
 EXCLUSIVE = [case for case in VARIANTS if case[0] in ("exdyna", "micro", "deft")]
-
-
-class LayeredGradients:
-    """Heavy-tailed noise of which the workers share some, on coordinates whose scales differ by layer and by
-    themselves, with a small constant part. Calls give [workers, dim] for one iteration after another."""
-
-    def __init__(self, workers, dim, seed=0, layers=12, decades=2.0):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.workers, self.dim = workers, dim
-        self.pool = self._normal(3 * dim + 10_007) / (self._normal(3, 3 * dim + 10_007) ** 2).mean(0).sqrt()
-        edges = [0, *(torch.rand(layers - 1, generator=self.generator) * dim).long().sort().values.tolist(), dim]
-        scales = 10 ** (-decades * torch.rand(layers, generator=self.generator))
-        by_layer = torch.cat([scale.expand(b - a) for scale, (a, b) in zip(scales, pairwise(edges), strict=True)])
-        self.scale = by_layer * torch.exp(0.8 * self._normal(dim))
-        self.constant = 0.1 * self._normal(dim)
-
-    def __call__(self):
-        shared = 0.5 * self._noise() + self.constant
-        return torch.stack([(self._noise() + shared) * self.scale for _ in range(self.workers)])
-
-    def _normal(self, *shape):
-        return torch.randn(*shape, generator=self.generator)
-
-    def _noise(self):
-        start = int(torch.randint(len(self.pool) - self.dim, (1,), generator=self.generator))
-        return self.pool[start : start + self.dim]
 
 
 def gradients_of(iterations, workers, dim, seed=0, scale=0.2):

@@ -365,11 +365,12 @@ def test_a_problem_that_noise_does_not_limit_decides_nothing():
 @pytest.mark.parametrize("name", choices("study"))
 @pytest.mark.parametrize("size", ["smoke", "quick", "paper"])
 def test_every_study_has_parts_and_a_notebook_at_every_size(name, size):
-    study = compose_study([f"study={name}", f"size={size}"])
+    study = compose_study([f"study={name}", f"size={size}", "data=embedded"])
     parts = study.parts()
     keys = [json.dumps(part.key) for part in parts]
-    assert len(set(keys)) == len(keys) > 10 and len({tuple(part.key) for part in parts}) == 1
-    assert study.directory == ROOT / "results" / "studies" / name / size
+    assert len(set(keys)) == len(keys) >= 8 and len({tuple(part.key) for part in parts}) == 1
+    folder = f"{size}-embedded" if study.data else size
+    assert study.directory == ROOT / "results" / "studies" / name / folder
     assert (ROOT / "notebooks" / f"study_{name}.ipynb").exists()
     about = compose_config([f"study={name}"], "study").study
     assert about.name == name and about.title and about.question and set(about.sizes) == {"smoke", "quick", "paper"}
@@ -415,6 +416,13 @@ def test_an_interrupted_study_goes_on_and_ends_with_the_same_results(tmp_path):
     assert json.loads((broken.directory / "manifest.json").read_text())["status"] == "finished"
 
 
+def test_several_parts_at_a_time_give_the_same_results(tmp_path):
+    one, two = small(tmp_path / "one"), small(tmp_path / "two")
+    carry_out(one)
+    carry_out(two, jobs=2)
+    assert without_seconds(two.metrics_path) == without_seconds(one.metrics_path)
+
+
 def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
     study = small(tmp_path)
     carry_out(study)
@@ -433,11 +441,13 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["study=nonsense"], "unknown study 'nonsense'; the studies are herding"),
+        (["study=nonsense"], "unknown study 'nonsense'; the studies are herding, heterogeneity"),
         (["study=herding", "size=huge"], "size must be smoke, quick or paper, got 'huge'"),
         (["study=herding", "study.seeds=0"], "study.seeds must be a whole number of at least 1, got 0"),
         (["study=herding", "study.nonsense=1"], "nonsense"),
         (["study=herding", "study.vectors=7"], "7 vectors cannot be split evenly over 5 workers"),
+        (["study=herding", "jobs=0"], "jobs must be a whole number of at least 1, got 0"),
+        (["study=sorters", "data=nonsense"], "data must be auto or embedded, got 'nonsense'"),
         (["herding"], "'herding' is not a setting of the form key=value"),
     ],
 )
@@ -449,7 +459,7 @@ def test_refusals_are_one_sentence(arguments, message, capsys):
 
 def test_help_names_the_studies(capsys):
     assert main(["--help"]) == 0
-    assert "studies: herding, rates" in capsys.readouterr().out
+    assert "studies: herding, heterogeneity, learning_rate, rates, scaling, sorters" in capsys.readouterr().out
 
 
 def test_no_results_is_one_sentence(monkeypatch, tmp_path):
@@ -461,7 +471,7 @@ def test_no_results_is_one_sentence(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Both studies at smoke size, in a copy that leaves the real results/ untouched."""
+    """For studies at smoke size, a copy that leaves the real results/ untouched."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("cdgrab", "configs", "experiments", "scripts", "notebooks"):
         subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)

@@ -87,14 +87,15 @@ def locate(dataset: str = DEFAULT, data: str = "auto", root: str | None = None) 
         raise CdgrabError(f"task.dataset must be one of {', '.join(LAYOUTS)}, got {dataset!r}")
     missing = missing_files(root) if data == "auto" else dict.fromkeys(LAYOUTS, ["its files"])
     there = [name for name, files in missing.items() if not files]
-    if dataset == DEFAULT and not there:
+    folder = data_root(root) if data == "auto" else None
+    if dataset == DEFAULT and not (folder and (folder / "glue").is_dir()):
         return _embedded()
     if missing[dataset]:
-        others = f"; there are {', '.join(there)}" * bool(there)
+        others = f"there are {', '.join(there)}" if there else "data=embedded needs no files"
         raise CdgrabError(
-            f"task.dataset={dataset} needs {' and '.join(missing[dataset])} in CDGRAB_DATA ({GET}){others}"
+            f"task.dataset={dataset} needs {' and '.join(missing[dataset])} in CDGRAB_DATA ({GET}); {others}"
         )
-    files = tuple(data_root(root) / "glue" / dataset / name for name in LAYOUTS[dataset].rows)
+    files = tuple(folder / "glue" / dataset / name for name in LAYOUTS[dataset].rows)
     return Source("GLUE", f"GLUE {dataset}", files, papers_own=dataset in PAPERS)
 
 

@@ -46,10 +46,11 @@ def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> 
     folder = data_root(root)
     folder = folder / "hmda" if folder else None
     if state == "auto":
-        parts = [s for part in PARTS for s in STATES if folder and (folder / f"2017-{s}-{part}.csv").is_file()]
-        if not parts:
+        if not (folder and folder.is_dir()):
             return _embedded()
-        state = parts[0]  # a state with features if there is one; else loading names the file that is missing
+        there = {s: [(folder / f"2017-{s}-{part}.csv").is_file() for part in PARTS] for s in STATES}
+        # a complete state if there is one; else loading names the file that is missing
+        state = max(STATES, key=lambda s: (all(there[s]), *there[s]))
     elif folder is None:
         raise CdgrabError(f"task.state={state} needs the HMDA files of that state; {GET} and set CDGRAB_DATA")
     files = tuple(folder / f"2017-{state}-{part}.csv" for part in PARTS)

@@ -46,7 +46,11 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
             return Source("WikiText-103", description, (train, valid, *tokens), papers_own=True)
         novels = folder / "novels"
         if count := len(_novels(novels)):
-            return Source("novels", f"{count} novels", (novels, *tokens))
+            return Source("novels", f"{count} novel{'s' * (count > 1)}", (novels, *tokens))
+        if train.parent.is_dir() or novels.is_dir():
+            raise CdgrabError(
+                f"there is no {train} ({GET}) and no text file in {novels}; data=embedded needs neither of them"
+            )
     packaged = wikitext.locate("embedded").files
     return Source("embedded", "106 articles of Wikipedia (gensim)", packaged, embedded=True)
 

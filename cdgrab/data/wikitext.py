@@ -7,7 +7,7 @@ import html
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -65,7 +65,7 @@ def load(source: Source) -> tuple[Corpus, dict[str, str]]:
     if source.embedded:
         return _load_packaged(source.files[0])
     checksums = {path.name: check_file(path, PUBLISHED[path.name], GET) for path in source.files}
-    return number_words(*(_read_words(path) for path in source.files)), checksums
+    return _kept("wikitext-2", checksums, lambda: number_words(*map(_read_words, source.files))), checksums
 
 
 def number_words(train: list[str], valid: list[str], test: list[str]) -> Corpus:
@@ -80,17 +80,21 @@ def number_words(train: list[str], valid: list[str], test: list[str]) -> Corpus:
 
 def _read_words(path: Path) -> list[str]:
     with open(path, encoding="utf-8") as file:
-        return [word for line in file for word in (*line.split(), END)]
+        lines = tqdm(file, unit="line", desc=f"reading {path.name}", disable=not sys.stderr.isatty())
+        return [word for line in lines for word in (*line.split(), END)]
+
+
+def _kept(name: str, checksums: dict[str, str], build: Callable[[], Corpus]) -> Corpus:
+    """From the cache when it is there. This file holds the rules and all their settings, so its checksum counts."""
+    return Corpus(**cached(name, {"source": checksums, "code": sha256(Path(__file__))}, lambda: vars(build())))
 
 
 # -- the packaged articles --------------------------------------------------------------------------------------------
 
 
 def _load_packaged(path: Path) -> tuple[Corpus, dict[str, str]]:
-    checksum = check_file(path, PACKAGED, REINSTALL)
-    key = {"source": checksum, "code": sha256(Path(__file__))}  # this file holds the rules and all their settings
-    arrays = cached("wikipedia", key, lambda: vars(_cut_slice(path)))
-    return Corpus(**arrays), {path.name: checksum}
+    checksums = {path.name: check_file(path, PACKAGED, REINSTALL)}
+    return _kept("wikipedia", checksums, lambda: _cut_slice(path)), checksums
 
 
 def _cut_slice(path: Path) -> Corpus:

@@ -11,9 +11,21 @@ from ..balance import kh_threshold
 
 LONG = 512  # coordinates from which on four rows at a time are faster
 CHUNK = 2**13  # coordinates that one thread takes at a time
+
+
+def can_keep_code() -> bool:
+    """Whether numba finds a place for compiled code: NUMBA_CACHE_DIR, this folder, or one in the home folder."""
+    try:
+        njit(cache=True)(lambda: None)
+        return True
+    except RuntimeError:  # a read-only installation for a user without a home: every process then compiles by itself
+        return False
+
+
+_keep = can_keep_code()
 # Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
 # memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
-fast = njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+fast = njit(cache=_keep, nogil=True, fastmath={"reassoc", "contract"})
 
 
 @fast
@@ -99,7 +111,7 @@ def _pass(r, old, old_signs, new, products):
         _pass_over_chunk(r, old, old_signs, new, chunk * CHUNK, end, products[chunk])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=_keep, nogil=True, parallel=True)
 def _pass_by_threads(r, old, old_signs, new, products):
     for chunk in prange(len(products)):
         end = min((chunk + 1) * CHUNK, r.size)
@@ -121,10 +133,11 @@ def _decide_four(products, limits, signs):
 
 @fast
 def _one_pass(r, old, old_signs, new, products, threads):
-    if threads:
-        _pass_by_threads(r, old, old_signs, new, products)
-    else:
+    """threads: None or True; numba compiles only what is chosen by a None."""
+    if threads is None:
         _pass(r, old, old_signs, new, products)
+    else:
+        _pass_by_threads(r, old, old_signs, new, products)
 
 
 @fast
@@ -213,7 +226,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if rows.shape[2] > CHUNK else 1
     if threads > 1:
         set_num_threads(threads)
-    _balance_by_fours(*arrays, threads > 1)
+    _balance_by_fours(*arrays, True if threads > 1 else None)
     return signs
 
 

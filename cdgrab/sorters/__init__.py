@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..checks import refuse_unknown_options
 from ..errors import CdgrabError
-from .balancing import CoordinatedPairBalance, KernelHalving, MeanBalance, PairBalance
+from .balancing import KernelHalving, MeanBalance, PairBalance
 from .base import Sorter
+from .coordinated import CoordinatedPairBalance
 from .oblivious import DistributedRandomReshuffling, FlipFlop, Riffle, ShuffleOnce
 
 # GraB is ID-GraB with one worker; with more it runs in every worker on its own, which is what ID-GraB means.

@@ -1,4 +1,4 @@
-"""Sorters that balance gradients: GraB, ID-GraB, CD-GraB and KH-SGD.
+"""Sorters that balance gradients, each worker on its own: GraB, ID-GraB and KH-SGD.
 
 Running sums and inner products are float64 whatever the gradients are, so that orders do not hang on rounding. Signs
 are decided by an order server, beside the training.
@@ -169,10 +169,11 @@ class MeanBalance(BalancingSorter):
         self._stale_mean = torch.zeros_like(self._running)
         self._fresh_sum = torch.zeros_like(self._running)
 
-    def _start_epoch(self) -> None:
-        self._stale_mean = self._fresh_sum / self.units
-        self._fresh_sum = torch.zeros_like(self._stale_mean)
-        super()._start_epoch()
+    def _next_order(self, epoch: int) -> Tensor:
+        order = super()._next_order(epoch)
+        if self.position:  # else nothing is known that is fresher
+            self._stale_mean, self._fresh_sum = self._fresh_sum / self.position, torch.zeros_like(self._fresh_sum)
+        return order
 
     def _take(self, gradients: Tensor) -> None:
         self._submit(self._sketched(gradients).transpose(0, 1).clone(memory_format=torch.contiguous_format))
@@ -221,94 +222,6 @@ class PairBalance(BalancingSorter):
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         limits = self.walk_width * self._draws(first, rows)
         return kernels.balance(rows, self._running_on(rows.device), limits)
-
-
-class CoordinatedPairBalance(PairBalance):
-    """CD-GraB: the same pair differences, balanced against ONE running sum, workers in rank order at each position.
-
-    With several processes, short rows are collected on the first one, which decides all signs and hands them out at the
-    epoch's end. Long ones are divided by coordinates: a process keeps its share of everybody's rows and of the running
-    sum, and the shares' inner products are added up. No process then holds the rows of all workers.
-    """
-
-    label = "CD-GraB"
-    per_worker = ("_order", "_signs", "_unpaired")
-    shared = ("_running",)
-
-    def __init__(self, **options) -> None:
-        super().__init__(**options)
-        self.divided = self.group.divides(self.row_dim)
-        self.takes_shares = self.divided and self.sketch is None
-        self._first_share: Tensor | None = None  # of a pair that is still incomplete
-        if self.divided:
-            self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
-
-    def _sums(self) -> int:
-        return 1
-
-    def _block_bytes(self) -> float:
-        """Together before they travel: a block, in a second place while it is decided, fills the buffer."""
-        if self.group.world_size == 1:
-            return super()._block_bytes()
-        return self._buffer_bytes / (2 if self.divided else 2 * self.group.world_size)
-
-    def observe_share(self, share: Tensor) -> None:
-        """Like `observe` for the next position, with gradients that have been divided already: this process's
-        coordinates of those of all workers, [workers, width]. They belong to the sorter from now on, and whether they
-        are finite is for the caller to see."""
-        if not self.takes_shares or self._unpaired.shape[1]:
-            raise CdgrabError("this sorter takes whole gradients here: rows are not divided, or a pair is half done")
-        if self._first_share is None:
-            self._first_share = share
-        else:
-            rows, self._first_share = self._first_share.sub_(share)[None], None
-            self._submit(rows)
-        self.position += 1
-
-    def _start_epoch(self) -> None:
-        self._first_share = None
-        super()._start_epoch()
-
-    def _decide(self, first: int, rows: Tensor) -> Tensor:
-        """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""
-        at_once = len(rows)
-        if self.group.world_size > 1:
-            at_once = max(1, int(self._block_bytes() * len(rows) / (rows.numel() * rows.element_size())))
-        return torch.cat(
-            [self._decide_some(first + done, rows[done : done + at_once]) for done in range(0, len(rows), at_once)]
-        )
-
-    def _decide_some(self, first: int, rows: Tensor) -> Tensor:
-        """Of as many rows as may be exchanged at once."""
-        limits = (self.walk_width * self._uniforms[first : first + len(rows)]).to(rows.device)
-        running = self._running_on(rows.device)
-        if self.divided:
-            if rows.shape[1] != self.workers:  # not divided yet
-                rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
-            return kernels.balance_divided(rows, running, limits, self.group.total)
-        everybody = self.group.collect(rows.transpose(0, 1))
-        if everybody is None:
-            return torch.zeros(limits.shape, dtype=torch.int8)
-        return kernels.balance(everybody.transpose(0, 1), running, limits)
-
-    def _local(self, signs: Tensor) -> Tensor:
-        return (signs if self.divided else self.group.from_worker(0, signs))[:, self.group.local]
-
-    def state_dict(self) -> dict:
-        """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
-        if self._first_share is not None and self.position < self.units:
-            raise CdgrabError("the state of a sorter that takes shares can be had after full pairs only")
-        state = super().state_dict()
-        running = state["shared"]["_running"]
-        state["shared"]["_running"] = (
-            self.group.unshard(running[0], self.row_dim)[None] if self.divided else self.group.from_worker(0, running)
-        )
-        return state
-
-    def _restore(self) -> None:
-        if self.divided and self._running.shape[1] == self.row_dim:
-            self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
-        super()._restore()
 
 
 class KernelHalving(PairBalance):

@@ -58,11 +58,15 @@ class Sorter(WorkerState):
 
     # -- the interface ------------------------------------------------------------------------------------------------
 
-    def order(self, epoch: int) -> Tensor:
+    def order(self, epoch: int, *, cut_short: bool = False) -> Tensor:
         """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
-        current epoch gives the same order again."""
+        current epoch gives the same order again.
+
+        cut_short: the epoch before may have ended early. Units that were not observed in it keep their order, in the
+        middle of this one.
+        """
         if is_whole(epoch) and epoch == self.epoch + 1:
-            if self.needs_gradients and self.epoch >= 0 and self.position < self.units:
+            if self.needs_gradients and self.epoch >= 0 and self.position < self.units and not cut_short:
                 raise CdgrabError(
                     f"order({epoch}) needs all gradients of epoch {self.epoch}: "
                     f"{self.units - self.position} of {self.units} units have not been observed"

@@ -62,7 +62,7 @@ def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
     group = one_worker_per_process(model.process_group)
     sparsifier = make_sparsifier(name, workers=group.workers, dim=sum(sizes), density=density, group=group, **options)
     hook = Hook(parameters, sparsifier)
-    model.register_comm_hook(hook, Hook.communicate)
+    hook.register(model)
     return hook
 
 

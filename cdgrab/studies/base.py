@@ -5,29 +5,38 @@ A study is a module of this package with
     parts(settings) -> list[Part]                    independent pieces of work, each a pure function of the settings
     verdicts(table, settings) -> list[Verdict]       what the results of all parts say
 
-and configs/study/<name>.yaml. Its results go to results/studies/<name>/<size>[,changed settings]: metrics.jsonl (one
-line per finished part) and manifest.json. Parts that are there are not computed again, so that an interrupted study
-goes on where it stopped.
+and configs/study/<name>.yaml. Its results go to results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl
+(one line per finished part) and manifest.json. Parts that are there are not computed again, so that an interrupted
+study goes on where it stopped. A study that trains has `tasks` in its settings; the data that they use is found when it
+is composed and becomes the setting `sources`.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import signal
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import pandas as pd
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from ..checks import count
-from ..config import compose_config
+from ..config import compose_config, flatten
+from ..data.sources import Source
 from ..errors import CdgrabError
 from ..results import RESULTS
 from ..runlog import append_line, environment, now, read_manifest, read_metrics, write_atomically
+from ..tasks import locate_data
 from .verdicts import Verdict
 
 NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
@@ -39,6 +48,7 @@ class Part:
 
     key: dict
     compute: Callable[[], dict[str, list]]
+    alone: bool = False  # it measures time: nothing else may run beside it
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,12 @@ class Study:
     settings: DictConfig
     size: str
     directory: Path
+    data: dict[str, dict] = field(default_factory=dict)  # by task: where its data comes from
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it trains on anything but real files."""
+        return any(source["embedded"] for source in self.data.values())
 
     @property
     def name(self) -> str:
@@ -73,10 +89,13 @@ class Study:
         return "_".join(filter(None, ("study", self.name, which))) + f"-{self.directory.name}".removeprefix("-paper")
 
     def caption(self) -> str:
-        """Size, seeds, computing time and commit in one line."""
+        """Data, size, seeds, computing time and commit in one line."""
+        data = "".join(f"{source['description']} · " for source in self.data.values())
+        data = f"{'EMBEDDED DATA: ' * self.embedded}{data}"
         seconds = sum(line["seconds"] for line in read_metrics(self.metrics_path))
         commit = read_manifest(self.directory)["commit"] or "unknown"
-        return f"size {self.directory.name} · {self.settings.seeds} seeds · {seconds:.0f} s · commit {commit}"
+        seeds = f"{self.settings.seeds} seed{'s' * (self.settings.seeds > 1)}"
+        return f"{data}size {self.directory.name} · {seeds} · {seconds:.0f} s · commit {commit}"
 
     @property
     def _module(self):
@@ -90,17 +109,24 @@ def compose_study(overrides: list[str]) -> Study:
     size, sizes = config.size, config.study.sizes
     if size not in sizes:
         raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {size!r}")
-    presets = [f"study.{key}={value}" for key, value in sizes[size].items()]
-    plain = _settings(OmegaConf.merge(config.study, sizes[size]))
-    settings = _settings(compose_config([*presets, *overrides], "study").study)
+    changes = flatten(OmegaConf.to_container(sizes[size]))
+    presets = [f"study.{key}={'null' if value is None else value}" for key, value in changes.items()]
+    plain = _settings(compose_config([*presets, *chosen], "study").study)
+    config = compose_config([*presets, *overrides], "study")
+    settings = _settings(config.study)
     count("study.seeds", settings.seeds, 1)
-    changed = "".join(f",{key}={value}" for key, value in settings.items() if value != plain[key])
-    folder = f"{size}{changed}".replace(" ", "").replace("/", "-")
-    return Study(settings, size, RESULTS / "studies" / settings.name / folder)
+    before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
+    changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
+    data = {task: _source(task, config.data).as_record() for task in settings.get("tasks", ())}
+    labels = dict.fromkeys(source["label"] for source in data.values())
+    if data:
+        settings.sources = {task: source["label"] for task, source in data.items()}
+    folder = f"{'-'.join((size, '+'.join(labels))).rstrip('-')}{changed}".replace(" ", "").replace("/", "-")
+    return Study(settings, size, RESULTS / "studies" / settings.name / folder, data)
 
 
-def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = iter) -> None:
-    """Compute the parts that are missing; each leaves one line of metrics as soon as it is done."""
+def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = iter, jobs: int = 1) -> None:
+    """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     parts, settings, before = study.parts(), OmegaConf.to_container(study.settings), read_manifest(study.directory)
     stored = before.get("settings", {})  # settings that did not exist then don't count
     if differing := sorted(key for key in stored.keys() & settings.keys() if stored[key] != settings[key]):
@@ -112,17 +138,50 @@ def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = i
     missing = [part for part in parts if _name(part.key, parts) not in done]
     if before.get("status") == "finished" and not missing:
         return
-    manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings, **environment()}
-    manifest |= {"started": before.get("started", now()), "resumed": bool(kept)}
+    manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
+    manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(kept)}
     study.directory.mkdir(parents=True, exist_ok=True)
     _write_manifest(study, manifest)
     write_atomically(study.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-    for part in progress(missing):
-        started = time.perf_counter()
-        columns = part.compute()
-        seconds = round(time.perf_counter() - started, 3)
-        append_line(study.metrics_path, part.key | columns | {"seconds": seconds})
+    missing.sort(key=lambda part: part.alone)
+    with _computing(jobs) as submit:
+        results = [partial(_timed, part) if part.alone else submit(part) for part in missing]
+        for part, result in zip(progress(missing), results, strict=True):
+            append_line(study.metrics_path, part.key | result())
     _write_manifest(study, manifest | {"status": "finished", "ended": now()})
+
+
+@contextmanager
+def _computing(jobs: int) -> Iterator[Callable[[Part], Callable[[], dict]]]:
+    """A function that starts a part, and gives one that waits for its columns. With one job all happens on waiting."""
+    if jobs == 1:
+        yield lambda part: partial(_timed, part)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
+        try:
+            yield lambda part: pool.submit(_timed, part).result
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise CdgrabError("a process was killed, perhaps for want of memory; jobs=1 needs least") from error
+            raise
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
+
+
+def _timed(part: Part) -> dict:
+    started = time.perf_counter()
+    columns = part.compute()
+    return columns | {"seconds": round(time.perf_counter() - started, 3)}
+
+
+def _source(task: str, data: str) -> Source:
+    return locate_data(compose_config([f"task={task}", f"data={data}"]))
 
 
 def significant(values: Iterable[float], digits: int = 8) -> list[float]:
@@ -132,6 +191,8 @@ def significant(values: Iterable[float], digits: int = 8) -> list[float]:
 
 def _settings(config: DictConfig) -> DictConfig:
     settings = OmegaConf.to_container(config, resolve=True)
+    if "tasks" in settings:  # a size may leave one out: null
+        settings["tasks"] = {task: changes for task, changes in settings["tasks"].items() if changes is not None}
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 

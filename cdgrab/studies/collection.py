@@ -24,21 +24,24 @@ inside the threshold; **fails**: all of it is outside; **undecided**: anything e
 
 
 def finished(name: str) -> list[Study]:
-    """The finished results of a study, the paper's size first; only those in the folder CDGRAB_STUDY when it is set."""
+    """The finished results of a study, the paper's size and real data first; only those in CDGRAB_STUDY when set."""
     only = os.environ.get("CDGRAB_STUDY")
     found = []
     for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
         manifest = read_manifest(folder)
         if manifest.get("status") == "finished" and manifest["study"] == name:
-            found.append(Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder))
-    return sorted(found, key=lambda study: (SIZES.index(study.size), study.directory.name))
+            found.append(
+                Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder, manifest.get("data", {}))
+            )
+    return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
 
 
 def best(name: str) -> Study:
     """The finished results that say most."""
     found = finished(name)
     if not found:
-        raise CdgrabError(f"no finished runs of study {name} under {RESULTS / 'studies'}; make study-{name} makes them")
+        command = f"make study-{name.replace('_', '-')}"
+        raise CdgrabError(f"no finished runs of study {name} under {RESULTS / 'studies'}; {command} makes them")
     return found[0]
 
 

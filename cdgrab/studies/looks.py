@@ -9,16 +9,29 @@ from ..figures import COLOURS
 from ..sorters import LABELS
 
 ALONE = "grab_pair"  # one worker that holds the units of all: free to order them as it likes
+ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
+OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
+
+
+def name_of(sorter: str) -> str:
+    """The sorter of a variant such as "cd_grab,rule=walk"."""
+    return sorter.partition(",")[0]
 
 
 def label(sorter: str) -> str:
-    """As figures, tables and verdicts name it."""
-    return "GraB, one worker with all" if sorter == ALONE else LABELS[sorter]
+    """As figures, tables and verdicts name it, with its options."""
+    name, *options = sorter.split(",")
+    words = [OPTIONS.get(option, option.replace("sketch_size=", "sketch of ")) for option in options]
+    return ", ".join([ONE_WORKER.get(name) or LABELS[name], *filter(None, words)])
+
+
+def colour_of(sorter: str) -> str:
+    return COLOURS[name_of(sorter)]
 
 
 def line_style(sorter: str) -> dict:
     """Colour and dashes of a sorter's line."""
-    return {"color": "0.25", "ls": (0, (1, 1.2))} if sorter == ALONE else {"color": COLOURS[sorter], "ls": "-"}
+    return {"color": "0.25", "ls": (0, (1, 1.2))} if sorter == ALONE else {"color": colour_of(sorter), "ls": "-"}
 
 
 def plain_log_ticks(axis: Axis, subs: tuple[float, ...] = (1, 2, 5)) -> None:

@@ -14,7 +14,8 @@ from .. import kernels
 from ..balance import reorder, reorder_pairs
 from ..errors import CdgrabError
 from ..sorters import SORTERS, make_sorter
-from ..sorters.balancing import CoordinatedPairBalance, KernelHalving, MeanBalance
+from ..sorters.balancing import KernelHalving, MeanBalance
+from ..sorters.coordinated import CoordinatedPairBalance
 
 
 class ReplicatedSorter:

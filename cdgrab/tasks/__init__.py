@@ -38,7 +38,7 @@ def locate_data(config: DictConfig) -> Source:
 
 
 def make_task(config: DictConfig, source: Source, device: torch.device) -> Task:
-    return _entry(config.task.name)[0](config.task, source, config.seed, device)
+    return _entry(config.task.name)[0](config.task, source, config.workers, config.seed, device)
 
 
 def _entry(name: str) -> tuple:

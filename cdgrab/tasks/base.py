@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from .. import streams
 from ..data.sources import Source
 from ..errors import CdgrabError
+from ..partition import label_skewed
 
-PARTITIONS = ("random", "contiguous")
+PARTITIONS = ("random", "contiguous", "dirichlet")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -30,7 +31,12 @@ class Task:
     model: nn.Module
     train_units: int  # ordered units over all workers
     test_units: int
-    rows: dict[str, int]  # row counts for the manifest; "all" is the one that captions give
+    train_labels: Tensor | None = None  # classes of the training units, where they have any
+    rows: dict[str, int]  # counts for the manifest; "all" is the one that captions give
+    counted = "rows"  # what that one counts
+
+    def __init__(self, config: DictConfig, source: Source, workers: int) -> None:
+        self.config, self.source, self.workers = config, source, workers
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         """The data of units `indices` [...]: tensors whose first dimensions are those of `indices`."""
@@ -49,25 +55,31 @@ class Task:
         raise NotImplementedError
 
     def first_carry(self, workers: int) -> tuple[Tensor, ...]:
-        """The carry at the start of an epoch, tensors [workers, ...]."""
+        """The carry of some workers at the start of an epoch, tensors [workers, ...]."""
         return ()
 
-    def units_per_step(self, workers: int) -> int:
+    @property
+    def units_per_step(self) -> int:
         """How many units every worker visits in one step."""
-        return self.config.batch // workers
+        return self.config.batch // self.workers
 
-    def partition(self, workers: int, permutation: Tensor) -> Tensor:
+    def partition(self, permutation: Tensor, seed: int = 0) -> Tensor:
         """Which units each worker owns, LongTensor [workers, units per worker]: an equal split.
 
         The units % workers left over are not trained on. random: dealt out by `permutation`; contiguous: in file
-        order, as the published code does. `truncate` drops units until every worker has an even number of full steps.
+        order, as the published code does; dirichlet: every worker with its own mix of classes. `truncate` drops units
+        until every worker has an even number of full steps.
         """
-        units = self.train_units
+        units, workers = self.train_units, self.workers
         if self.config.truncate:
-            units -= units % (2 * workers * self.units_per_step(workers))
+            units -= units % (2 * workers * self.units_per_step)
         per_worker = units // workers
         if per_worker < 1:
             raise CdgrabError(f"there are fewer training units ({self.train_units}) than workers ({workers}) need")
+        if self.config.partition == "dirichlet":
+            if self.train_labels is None:
+                raise CdgrabError(f"task.partition=dirichlet needs classes, which the units of {self.name} don't have")
+            return label_skewed(self.train_labels.cpu(), workers, per_worker, self.config.alpha, permutation, seed)
         owned = permutation if self.config.partition == "random" else torch.arange(units)
         return owned[: per_worker * workers].view(workers, per_worker)
 

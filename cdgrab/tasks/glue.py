@@ -42,11 +42,11 @@ class Encoded:
 class Glue(Task):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
-    name = "glue"
+    name, counted = "glue", "examples"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         _refuse_bad_settings(config)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         sentences, checksums = glue.load(source)
         train = _some(sentences.train, config.limit)
         validation = [_some(part, config.validation_limit) for part in sentences.validation]

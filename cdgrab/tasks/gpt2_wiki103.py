@@ -30,11 +30,11 @@ class Gpt2Wiki103(Task):
     The second split is the text's validation part (which the published code calls test): its metrics are named so.
     """
 
-    name = "gpt2_wiki103"
+    name, counted = "gpt2_wiki103", "tokens"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         _refuse_bad_settings(config)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         blocks, checksums = text_blocks.load(
             source, config.vocabulary, config.context, config.truncate_lines, (config.limit, config.valid_limit)
         )

@@ -17,26 +17,26 @@ from .base import DTYPES, Task
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
-    name = "lr_hmda"
+    name, counted = "lr_hmda", "applications"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         features, labels, checksums = hmda.load(source)
         source.checksums.update(checksums)
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         shuffled = streams.stream(seed, "split").permutation(len(labels))
         cut = int(config.train_share * len(labels))
-        mean, std = features[shuffled[:cut]].mean(axis=0), features[shuffled[:cut]].std(axis=0)
+        split = {"train": shuffled[:cut][: config.limit], "test": shuffled[cut:]}
+        mean, std = features[split["train"]].mean(axis=0), features[split["train"]].std(axis=0)
         features = (features - mean) / (std + (std == 0))
         dtype = DTYPES[config.dtype]
         self._data = {
-            split: (
-                torch.as_tensor(features[rows], dtype=dtype, device=device),
-                torch.as_tensor(labels[rows], dtype=dtype, device=device),
-            )
-            for split, rows in (("train", shuffled[:cut]), ("test", shuffled[cut:]))
+            name: tuple(torch.as_tensor(array[rows], dtype=dtype, device=device) for array in (features, labels))
+            for name, rows in split.items()
         }
-        self.train_units, self.test_units = cut, len(labels) - cut
-        self.rows = {"all": len(labels), "positive": int(labels.sum()), "train": cut, "test": len(labels) - cut}
+        self.train_units, self.test_units = len(split["train"]), len(split["test"])
+        self.train_labels = self._data["train"][1]
+        positive = int(labels.sum())
+        self.rows = {"all": len(labels), "positive": positive, "train": self.train_units, "test": self.test_units}
         self.model = nn.Linear(features.shape[1], 1, dtype=dtype, device=device)
         nn.init.zeros_(self.model.weight)  # a convex problem: zero is the natural, seed-free start
         nn.init.zeros_(self.model.bias)

@@ -41,11 +41,12 @@ class LstmWiki2(Task):
     published code. Evaluation reads the text in its own order.
     """
 
-    name = "lstm_wiki2"
+    name, counted = "lstm_wiki2", "words"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         _refuse_bad_settings(config)
-        self.config, self.source, self._device = config, source, device
+        super().__init__(config, source, workers)
+        self._device = device
         corpus, checksums = wikitext.load(source)
         source.checksums.update(checksums)
 
@@ -64,8 +65,7 @@ class LstmWiki2(Task):
             )
         # [columns, chunks, length + 1]: a chunk's last target is the next chunk's first input
         self._windows = train.unfold(1, length + 1, length)[:, : self.chunks]
-        self._use_workers(1)
-        self.test_units = config.test_columns
+        self.train_units, self.test_units = workers * self.chunks, config.test_columns
         self.rows = {
             "all": len(corpus.train) + len(corpus.test),
             "vocabulary": len(corpus.vocabulary),
@@ -77,19 +77,16 @@ class LstmWiki2(Task):
             lambda: TiedLstm(len(corpus.vocabulary), config.hidden, config.layers), seed, config.dtype, device
         )
 
-    def _use_workers(self, workers: int) -> None:
-        self.workers, self.train_units = workers, workers * self.chunks
-
-    def units_per_step(self, workers: int) -> int:
+    @property
+    def units_per_step(self) -> int:
         return 1
 
-    def partition(self, workers: int, permutation: Tensor) -> Tensor:
-        """A block of columns each, in file order. From here on units and carries are those of `workers` workers."""
-        self._use_workers(workers)
+    def partition(self, permutation: Tensor, seed: int = 0) -> Tensor:
+        """A block of columns each, in file order."""
         kept = self.chunks - self.chunks % 2 if self.config.truncate else self.chunks
         if kept < 1:
             raise CdgrabError("task.truncate leaves no chunk, since there is only one per worker")
-        return torch.arange(workers)[:, None] * self.chunks + torch.arange(kept)
+        return torch.arange(self.workers)[:, None] * self.chunks + torch.arange(kept)
 
     def first_carry(self, workers: int) -> tuple[Tensor, ...]:
         return self._zeros(workers, self.config.layers, self.config.batch // self.workers, self.config.hidden)

@@ -19,11 +19,11 @@ from .base import DTYPES, Task, initialised
 class MlpM4(Task):
     """Units are windows: 20 values in, 6 out, every third position; each series standardised by its own past."""
 
-    name = "mlp_m4"
+    name, counted = "mlp_m4", "windows"
 
-    def __init__(self, config: DictConfig, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         counts(config, dict.fromkeys(("window_in", "window_out", "stride", "hidden"), 1))
-        self.config, self.source = config, source
+        super().__init__(config, source, workers)
         series, checksums = m4.load(source)
         source.checksums.update(checksums)
         means = np.array([past.mean() for past in series.past])

@@ -16,7 +16,8 @@ import sys
 from cdgrab.errors import CdgrabError
 from cdgrab.workers import DEVICES, pick_device
 
-from . import balance, epoch, memory, peers, traffic
+from ..arguments import Parser
+from . import balance, dropin, epoch, memory, peers, traffic
 from .measure import SIZES, now, store
 
 BENCHMARKS = {
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "traffic": traffic.measure,
     "memory": memory.measure,
     "peers": peers.measure,
+    "dropin": dropin.measure,
 }
 
 
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("name", nargs="?", default="all", choices=(*BENCHMARKS, "all"))
     parser.add_argument("--size", default="quick", choices=SIZES)
     parser.add_argument("--device", default="auto", choices=DEVICES)

@@ -1,4 +1,7 @@
-"""Seconds per epoch of CD-GraB and D-RR, both trained in the same processes, epoch by epoch in turn."""
+"""Seconds per epoch of CD-GraB and D-RR, both trained in the same processes, epoch by epoch in turn.
+
+Beside them CPU seconds, of all processes together: what else runs on the machine hardly changes these.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,20 @@ def measure(device: str, size: str) -> list[dict]:
         arguments = (EPOCHS[size], LEAST_SECONDS[size], *settings)
         found = under_torchrun("scripts.bench.epoch", PROCESSES[device], arguments)[0]
         rows.append({"device": device, "task": task, "processes": PROCESSES[device]} | _row(found))
-        print("  {task}: D-RR {d_rr_s} s, CD-GraB {cd_grab_s} s, ratio {ratio}".format(**rows[-1]), flush=True)
+        print("  {task}: D-RR {d_rr_s} s, CD-GraB {cd_grab_s} s, ratio {ratio}; of CPU time {cpu_ratio}".format(
+              **rows[-1]), flush=True)  # fmt: skip
     return rows
 
 
 def _row(found: dict) -> dict:
-    """The ratio is the median of the ratios of neighbours in time: what slows the machine down slows both."""
-    seconds = {sorter: [epoch["seconds"] for epoch in found[sorter]] for sorter in SORTERS}
-    ratios = [cd_grab / d_rr for d_rr, cd_grab in zip(*seconds.values(), strict=True)]
-    row = summary("d_rr_s", seconds["d_rr"]) | summary("cd_grab_s", seconds["cd_grab"]) | summary("ratio", ratios)
+    """Ratios are medians of the ratios of neighbours in time: what slows the machine down slows both."""
+    row = {}
+    for prefix in ("", "cpu_"):
+        seconds = {sorter: [epoch[f"{prefix}seconds"] for epoch in found[sorter]] for sorter in SORTERS}
+        ratios = [cd_grab / d_rr for d_rr, cd_grab in zip(*seconds.values(), strict=True)]
+        for sorter in SORTERS:
+            row |= summary(f"{sorter}_{prefix}s", seconds[sorter])
+        row |= summary(f"{prefix}ratio", ratios)
     for sorter in SORTERS:
         phases = {phase: [epoch["phases"][phase] for epoch in found[sorter]] for phase in found[sorter][0]["phases"]}
         row[f"{sorter}_phases"] = {phase: summary("s", values)["s"] for phase, values in phases.items()}
@@ -73,13 +81,19 @@ def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) 
     decided beside the training must not reach into the other sorter's epoch. Returns that order and the times."""
     trainer.group.barrier()
     wait()
-    start, clock = time.perf_counter(), Clock()
+    start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
     trainer.train_epoch(order, clock, tqdm(disable=True))
     order = trainer.sorter.order(epoch + 1)
     wait()
     clock.lap("ordering")
     trainer.group.barrier()
-    return order, {"seconds": time.perf_counter() - start, "phases": clock.seconds}
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    return order, {"seconds": seconds, "cpu_seconds": cpu_seconds, "phases": clock.seconds}
+
+
+def _most_sent(group: workers.WorkerGroup) -> int:
+    """Bytes, by the process that sent most."""
+    return int(group.gather(torch.tensor([group.traffic.sent])).max())
 
 
 def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
@@ -104,8 +118,12 @@ def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
         "steps": some.steps,
         "dim": some.flat.dim,
         "data": some.run.source.description,
-        "bytes_per_step": {s: round(t.group.traffic.sent / (t.steps * epoch)) for s, t in trainers.items()},
+        "bytes_per_step": {s: _most_sent(t.group) // (t.steps * epoch) for s, t in trainers.items()},
     }
+    for sorter in SORTERS:  # one's wait is another's work: CPU time of all processes together
+        of_this = torch.tensor([times["cpu_seconds"] for times in found[sorter]], dtype=torch.float64)
+        for times, cpu_seconds in zip(found[sorter], some.group.total(of_this).tolist(), strict=True):
+            times["cpu_seconds"] = cpu_seconds
     if some.group.rank == 0:
         Path(f"{target}0").write_text(json.dumps(found))
     workers.disconnect()

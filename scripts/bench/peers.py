@@ -75,7 +75,7 @@ class DigitsMlp(Task):
     name = "digits_mlp"
 
     def __init__(self, run: Run, device: torch.device) -> None:
-        self.config, self.source = run.config.task, cifar10.locate("embedded")
+        super().__init__(run.config.task, cifar10.locate("embedded"), run.config.workers)
         table = np.loadtxt(self.source.files[0], delimiter=",", dtype=np.float32)
         self._data = tuple(torch.as_tensor(a, device=device) for a in (table[:, :-1] / 16, table[:, -1].astype(int)))
         self.train_units, self.test_units = len(table), 0

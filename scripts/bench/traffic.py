@@ -66,7 +66,7 @@ class Pull(Task):
     name = "pull"
 
     def __init__(self, run: Run, dim: int, units: int) -> None:
-        self.config, self.source = run.config.task, run.source
+        super().__init__(run.config.task, run.source, run.config.workers)
         self.model = nn.Linear(dim, 1, bias=False)
         self.train_units, self.test_units = units, 0
         self._values = torch.randn(units, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,105 @@
+"""Gradients of single examples, seen from outside: no change to the model or to the loss.
+
+Every layer's input is noted in the forward pass, the gradient of its output in the backward pass; the two give the
+gradient of its parameters example by example, by a vectorised vector-Jacobian product of that layer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..buckets import common_dtype, places
+from ..errors import CdgrabError
+
+if TYPE_CHECKING:
+    from .sampler import OrderedBatchSampler
+
+AGREEMENT = 1e-3  # how far the sum over examples may be from the batch's gradient, relative to its length
+
+
+class ExampleGradients:
+    """Shows the sampler the gradients [batch, dim] of all examples of a batch after every backward pass."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], sampler: OrderedBatchSampler) -> None:
+        self._sampler, self._parameters, self._places = sampler, parameters, places(parameters)
+        self._dtype, self._dim = common_dtype(parameters), sum(parameter.numel() for parameter in parameters)
+        self._rows: Tensor | None = None
+        self._busy = self._checked = False
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm):
+                raise CdgrabError(f"{name or 'the model'} mixes the examples of a batch (BatchNorm); use unit='batch'")
+        for name, layer in layers(model):
+            note = partial(self._note, name)
+            sampler._handles.append(layer.register_forward_hook(note))
+        sampler._handles.append(register_multi_grad_hook(parameters, self._complete))
+
+    def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
+        if self._busy or not torch.is_grad_enabled():
+            return
+        batch = self._batch()
+        if not isinstance(output, Tensor) or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
+            raise CdgrabError(f"unit='example' needs layers of one tensor in, one tensor out; {name} is not")
+        if len(output) != batch or len(arguments[0]) != batch:
+            raise CdgrabError(f"unit='example' needs the batch first: {name} sees {len(output)} rows, not {batch}")
+        if output.requires_grad:
+            given = arguments[0].detach()
+            output.register_hook(lambda gradient: self._add(name, layer, given, gradient))
+
+    def _batch(self) -> int:
+        sampler = self._sampler
+        left = sampler.sorter.units - sampler.sorter.position if sampler.sorter else 0
+        return min(sampler.batch_size, left)
+
+    def _add(self, name: str, layer: nn.Module, given: Tensor, gradient: Tensor) -> None:
+        own = {key: value for key, value in layer.named_parameters() if value.requires_grad}
+
+        def product(example: Tensor, pulled: Tensor) -> dict[str, Tensor]:
+            def call(weights: dict[str, Tensor]) -> Tensor:
+                return torch.func.functional_call(layer, weights, (example[None],))
+
+            return torch.func.vjp(call, own)[1](pulled[None])[0]
+
+        self._busy = True
+        try:
+            found = torch.func.vmap(product)(given, gradient.detach())
+        except RuntimeError as error:
+            raise CdgrabError(f"{name} gives no gradients of single examples; use unit='batch'") from error
+        finally:
+            self._busy = False
+        if self._rows is None:
+            self._rows = gradient.new_zeros(len(given), self._dim, dtype=self._dtype)
+        for key, value in found.items():
+            self._rows[:, self._places[id(own[key])][1]] += value.flatten(1)
+
+    def _complete(self, gradients: Sequence[Tensor | None]) -> None:
+        rows, self._rows = self._rows, None
+        if rows is None or not self._sampler.counts(len(rows)):
+            return
+        if not self._checked:
+            self._check(rows, gradients)
+        self._sampler.see(rows * len(rows))  # of the mean over the batch, each example has a part of one in so many
+
+    def _check(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """What was found must add up to the gradient of the batch, else it misses some use of a parameter."""
+        from .attachment import flat
+
+        whole = flat(self._parameters, gradients, self._dtype)
+        if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
+            raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
+        self._checked = True
+
+
+def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that own parameters themselves; with whatever is inside them, each is one layer."""
+    if next(model.parameters(recurse=False), None) is not None:
+        yield name or "the model", model
+        return
+    for key, child in model.named_children():
+        yield from layers(child, f"{name}.{key}" if name else key)

@@ -1,0 +1,287 @@
+"""A batch sampler that learns its order from the gradients of the training it feeds."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from ..checks import count, refuse_unknown_options
+from ..errors import CdgrabError
+from ..sorters import SORTERS, make_sorter, sorter_options
+from ..sorters.base import Sorter
+from ..state import gathered
+from ..workers import one_worker_per_process
+from . import attachment, units
+
+UNITS = ("batch", "example")
+STATE_VERSION = 1
+
+
+class OrderedBatchSampler(Sampler[list[int]]):
+    """Batches of example numbers for a `DataLoader(dataset, batch_sampler=…)`, in an order that is chosen anew for
+    every epoch from the gradients of the last one.
+
+        sampler = OrderedBatchSampler(dataset, batch_size=32, sorter="cd_grab", seed=0)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        sampler.attach(model)                      # a plain module, or one wrapped in DistributedDataParallel
+        for epoch in range(epochs):
+            for batch in loader: …                 # one backward pass per batch
+
+    Every process owns a random part of the dataset, fixed by `seed`. What is ordered is a unit: a fixed batch of
+    examples (`unit="batch"`), several of them when gradients are accumulated over `accumulation_steps` batches before
+    they are averaged, or a single example (`unit="example"`, for models without BatchNorm; slower). Processes are found
+    as PyTorch's DistributedSampler finds them; `process_group` names others. Without `drop_last` a few examples are
+    visited twice where the dataset cannot be divided evenly, also as there. Further options are the sorter's.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        sorter: str = "cd_grab",
+        seed: int = 0,
+        drop_last: bool = False,
+        accumulation_steps: int = 1,
+        unit: str = "batch",
+        process_group: object = None,
+        **options,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not len(dataset):
+            raise CdgrabError("the dataset must have a length of at least 1")
+        if unit not in UNITS:
+            raise CdgrabError(f"unit must be {' or '.join(UNITS)}, got {unit!r}")
+        self.batch_size, self.seed = count("batch_size", batch_size, 1), count("seed", seed, 0)
+        self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
+        self.unit, self.drop_last, self.group = unit, bool(drop_last), one_worker_per_process(process_group)
+        refuse_unknown_options("sorter", sorter, options, sorter_options(sorter))
+        self._sorter_name, self._options = sorter, options
+        multiple = self.batch_size * self.accumulation_steps if drop_last else None
+        own = units.share(len(dataset), self.group.rank, self.group.world_size, self.seed, multiple)
+        self._examples = len(dataset)
+        self._batches = math.ceil(len(own) / self.batch_size)
+        self._own = own if unit == "example" else units.cut(own, self.batch_size, self.accumulation_steps)
+        self.sorter: Sorter | None = None
+        self._loaded: dict | None = None  # a state that waits for `attach`
+        self._attached = self._resuming = self._paused = False
+        self._yielded = self._backwards = 0  # batches of this epoch; backward passes since gradients were looked at
+        self._start_at: int | None = None  # where a loader that reads ahead wants to go on
+        self._iterator = object()
+        self._not_finite = False
+        self._scaler = self._sparsifier = None
+        self._handles: list = []
+        if not SORTERS[sorter].needs_gradients:
+            self._make_sorter(1)  # orders can be had without a model
+
+    # -- what a DataLoader wants ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches per epoch, of this process."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The batches of the next epoch; after `load_state_dict` the rest of the one that was interrupted.
+
+        The epoch begins with its first batch: loaders make iterators that they never use.
+        """
+        if self.sorter is None:
+            raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
+        if not self._resuming:
+            self._next_epoch()
+        self._resuming = False
+        self._iterator = mine = object()
+        done = self._batches_of(self.sorter.position)
+        self._yielded, self._start_at = done if self._start_at is None else self._start_at, None
+        for batch in self._in_order(self.sorter.order(self.sorter.epoch)[0].tolist())[self._yielded :]:
+            if self._iterator is not mine:
+                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
+            self._yielded += 1
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accepted, since scripts call it on a DistributedSampler. Epochs are counted here without it."""
+
+    def _in_order(self, order: list[int]) -> list[list[int]]:
+        if self.unit == "example":
+            return [batch.tolist() for batch in self._own[order].split(self.batch_size)]
+        return [batch for unit in order for batch in self._own[unit]]
+
+    def _batches_of(self, position: int) -> int:
+        """How many batches the first so many units are."""
+        return math.ceil(position / self.batch_size) if self.unit == "example" else position * self.accumulation_steps
+
+    def _next_epoch(self) -> None:
+        sorter = self.sorter
+        if sorter.epoch >= 0 and not sorter.position and sorter.needs_gradients:
+            return  # somebody only looked at a batch: the epoch starts again
+        unseen = sorter.units - sorter.position if sorter.epoch >= 0 else 0
+        if unseen and sorter.needs_gradients:
+            warnings.warn(
+                f"epoch {sorter.epoch} ended with {unseen} of {sorter.units} {self._unit_name()} without a gradient; "
+                "they keep their order",
+                stacklevel=3,
+            )
+        if self._not_finite:
+            warnings.warn(
+                f"gradients of epoch {sorter.epoch} were not finite; what was not, counted as zero", stacklevel=3
+            )
+        sorter.order(sorter.epoch + 1, cut_short=True)
+        self._backwards, self._not_finite = 0, False
+
+    def _unit_name(self) -> str:
+        return "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        scaler: object = None,
+        compress: str | None = None,
+        sparsifier: str | None = None,
+        **sparsifier_options,
+    ) -> OrderedBatchSampler:
+        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged.
+
+        With DistributedDataParallel this replaces its all-reduce by an exchange of the same traffic, whose result is
+        the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
+        `cdgrab.make_sparsifier`) sends a selection only. `scaler`: the GradScaler whose scale gradients carry.
+        """
+        if self._attached:
+            raise CdgrabError("this sampler is attached to a model already; make another one for another model")
+        self._attached, self._scaler = True, scaler
+        dim = attachment.attach(self, model, compress, sparsifier, sparsifier_options)
+        if self.sorter is None:
+            self._make_sorter(dim)
+        return self
+
+    def detach(self) -> None:
+        """Look at the model no longer. (DDP keeps a communication hook for ever: it goes on averaging.)"""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._paused = [], True
+
+    @contextmanager
+    def paused(self):
+        """Backward passes in this context are not counted: those that do not belong to a batch of the loader."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _make_sorter(self, dim: int) -> None:
+        self.sorter = make_sorter(
+            self._sorter_name,
+            workers=self.group.workers,
+            units=len(self._own),
+            dim=dim,
+            seed=self.seed,
+            group=self.group,
+            **self._options,
+        )
+        if self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            self.load_state_dict(state)
+
+    def counts(self, units: int = 1) -> bool:
+        """Whether gradients of the next `units` units are wanted now. More than the epoch has are refused."""
+        if self._paused or self.sorter is None or self.sorter.epoch < 0:
+            return False
+        if self.sorter.position + units > self.sorter.units:
+            raise CdgrabError(
+                f"more backward passes than the {self._batches} batches of an epoch: call backward once per batch, "
+                "and others inside `with sampler.paused():`"
+            )
+        return True
+
+    def see(self, gradients: Tensor) -> None:
+        """Gradients [k, dim] of the next k units of this process."""
+        position = self.sorter.position
+        if not self.sorter.needs_gradients:  # it was made before the model was known
+            gradients = gradients.new_zeros(len(gradients), self.sorter.dim)
+        self.sorter.observe(range(position, position + len(gradients)), self._clean(gradients.detach().clone())[None])
+
+    def see_share(self, share: Tensor) -> None:
+        """This process's coordinates of everybody's next gradient (see `cdgrab.exchange`)."""
+        self.sorter.observe_share(self._clean(share))
+
+    def _clean(self, gradients: Tensor) -> Tensor:
+        """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
+        gradients = gradients.float() if gradients.element_size() < 4 else gradients
+        if self._scaler is not None:
+            gradients /= self._scaler.get_scale()
+        if gradients.is_cuda or not math.isfinite(float(gradients.sum())):
+            self._not_finite |= not gradients.is_cuda
+            gradients.nan_to_num_(0.0, 0.0, 0.0)
+        return gradients
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Everything needed to go on from here, mid-epoch too. All processes call it; all get the whole state."""
+        if self.sorter is None:
+            raise CdgrabError("a sampler has no state before sampler.attach(model)")
+        if self._called_by_a_loader() and self._yielded > self._batches_of(self.sorter.position):
+            # A stateful loader takes notes whenever it reads ahead, before the gradients of those batches are there.
+            return {"version": STATE_VERSION, "read_ahead": self._yielded, "epoch": self.sorter.epoch}
+        return {
+            "version": STATE_VERSION,
+            "layout": self._layout(),
+            "sorter": gathered(self.sorter.state_dict(), self.group),
+            "sparsifier": gathered(self._sparsifier.state_dict(), self.group) if self._sparsifier else None,
+        }
+
+    def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
+        """Go on where `state_dict` was taken; before or after `attach`.
+
+        A state of another number of processes, batch size or dataset is refused; with `repartition` the dataset is
+        divided anew and orders start at random.
+        """
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            raise CdgrabError("this is not the state of an OrderedBatchSampler")
+        if "read_ahead" in state:
+            if not self._resuming:
+                raise CdgrabError(
+                    "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
+                    "and load that first"
+                )
+            self._start_at = state["read_ahead"]
+            return
+        differing = [key for key, value in self._layout().items() if state["layout"].get(key) != value]
+        if differing and not repartition:
+            details = ", ".join(f"{k} {state['layout'].get(k)!r} there, {self._layout()[k]!r} here" for k in differing)
+            raise CdgrabError(f"this state belongs to another sampler: {details}; repartition=True starts orders anew")
+        if differing:
+            return
+        if self.sorter is None:
+            self._loaded = state
+            return
+        self.sorter.load_state_dict(state["sorter"])
+        if self._sparsifier and state["sparsifier"]:
+            self._sparsifier.load_state_dict(state["sparsifier"])
+        self._resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
+        self._backwards = 0
+
+    def _layout(self) -> dict:
+        return {
+            "examples": self._examples,
+            "processes": self.group.world_size,
+            "batch_size": self.batch_size,
+            "accumulation_steps": self.accumulation_steps,
+            "unit": self.unit,
+            "drop_last": self.drop_last,
+            "seed": self.seed,
+        }
+
+    @staticmethod
+    def _called_by_a_loader() -> bool:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        return caller.startswith("torchdata.")

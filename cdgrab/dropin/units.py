@@ -1,0 +1,41 @@
+"""Which examples a process owns, and how they are cut into the units that are ordered. Pure functions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import streams
+from ..errors import CdgrabError
+
+
+def share(examples: int, rank: int, processes: int, seed: int, multiple: int | None) -> Tensor:
+    """Numbers of the examples of one process, a random part of the dataset, as many for every process.
+
+    multiple: leave examples out until each process has a multiple of so many; None: repeat a few instead until the
+    processes have equally many, as PyTorch's DistributedSampler does.
+    """
+    shuffled = streams.permutation(examples, seed, "partition")
+    if multiple is None:
+        missing = math.ceil(examples / processes) * processes - examples
+        shuffled = torch.cat([shuffled, shuffled.repeat(math.ceil(missing / examples))[:missing]])
+        return shuffled[rank::processes]
+    own = examples // (processes * multiple) * multiple
+    if not own:
+        raise CdgrabError(
+            f"drop_last leaves nothing: {examples} examples do not fill {multiple} for each of {processes} processes"
+        )
+    return shuffled[: own * processes][rank::processes]
+
+
+def cut(own: Tensor, batch_size: int, accumulation_steps: int) -> list[list[list[int]]]:
+    """Units of `accumulation_steps` batches of `batch_size` examples; only the very last batch may be smaller."""
+    batches = [batch.tolist() for batch in own.split(batch_size)]
+    if len(batches) % accumulation_steps:
+        raise CdgrabError(
+            f"{len(batches)} batches per epoch cannot be grouped by accumulation_steps={accumulation_steps}; "
+            "use drop_last=True"
+        )
+    return [batches[first : first + accumulation_steps] for first in range(0, len(batches), accumulation_steps)]

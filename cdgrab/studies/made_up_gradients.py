@@ -1,0 +1,75 @@
+"""Gradients to try sparsifiers on: layered and heavy-tailed, as those of deep networks, and those of a sparse model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class LayeredGradients:
+    """Heavy-tailed noise of which the workers share some, on coordinates whose scales differ by layer and by
+    themselves, with a small constant part. Calls give [workers, dim] for one iteration after another."""
+
+    def __init__(self, workers: int, dim: int, seed: int = 0, layers: int = 12, decades: float = 2.0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.workers, self.dim = workers, dim
+        self.pool = self._normal(3 * dim + 10_007) / (self._normal(3, 3 * dim + 10_007) ** 2).mean(0).sqrt()
+        edges = [0, *(torch.rand(layers - 1, generator=self.generator) * dim).long().sort().values.tolist(), dim]
+        scales = 10 ** (-decades * torch.rand(layers, generator=self.generator))
+        by_layer = torch.cat([scale.expand(b - a) for scale, (a, b) in zip(scales, pairwise(edges), strict=True)])
+        self.scale = by_layer * torch.exp(0.8 * self._normal(dim))
+        self.constant = 0.1 * self._normal(dim)
+
+    def __call__(self) -> Tensor:
+        shared = 0.5 * self._noise() + self.constant
+        return torch.stack([(self._noise() + shared) * self.scale for _ in range(self.workers)])
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def _noise(self) -> Tensor:
+        start = int(torch.randint(len(self.pool) - self.dim, (1,), generator=self.generator))
+        return self.pool[start : start + self.dim]
+
+
+class SparseModel:
+    """Texts are classified by a linear layer on the sum of their words' embeddings. Words follow Zipf's law, so that a
+    worker's gradient is zero but for the few words it has just read. Labels come from a hidden score per word."""
+
+    def __init__(self, words: int, width: int, length: int, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.words, self.width, self.length = words, width, length
+        self.frequencies = 1.0 / torch.arange(1, words + 1)
+        self.scores = torch.randn(words, generator=self.generator)
+        self.parameters = torch.cat(
+            [0.1 * torch.randn(words * width, generator=self.generator), torch.randn(width, generator=self.generator)]
+        )
+        self.dim = len(self.parameters)
+
+    def texts(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Words [*shape, length] and labels [*shape]."""
+        count = torch.Size(shape).numel() * self.length
+        drawn = torch.multinomial(self.frequencies, count, replacement=True, generator=self.generator)
+        words = drawn.view(*shape, self.length)
+        return words, (self.scores[words].sum(-1) > 0).float()
+
+    def loss(self, parameters: Tensor, words: Tensor, labels: Tensor) -> Tensor:
+        embedding, readout = parameters.split([self.words * self.width, self.width])
+        sums = embedding.view(self.words, self.width)[words].sum(-2)
+        return F.binary_cross_entropy_with_logits(sums @ readout / self.length**0.5, labels)
+
+    def train(
+        self, reduce: Callable[[Tensor], Tensor], workers: int, batch: int, steps: int, rate: float
+    ) -> list[float]:
+        """Plain SGD. The loss on texts that are never trained on, ten times in the course of the steps."""
+        gradient, losses = torch.func.vmap(torch.func.grad(self.loss), in_dims=(None, 0, 0)), []
+        tested = self.texts(2000)
+        for step in range(steps):
+            self.parameters = self.parameters - rate * reduce(gradient(self.parameters, *self.texts(workers, batch)))
+            if (step + 1) % max(1, steps // 10) == 0:
+                losses.append(float(self.loss(self.parameters, *tested)))
+        return losses

@@ -1,0 +1,97 @@
+"""Sparse gradients: what ExDyna and its peers select, send and cost, and where training with them ends.
+
+Made-up gradients (heavy-tailed, layered, with error feedback) answer the questions about density, balance, thresholds,
+time and bytes; tasks of the suite and a small sparse model those about convergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from omegaconf import DictConfig
+
+from .base import Part
+from .sparsification_verdicts import LAST, verdicts
+from .sparsifiers import (
+    ABLATED,
+    DENSE,
+    OURS,
+    PUBLISHED,
+    RESNET,
+    RULES,
+    THRESHOLDS,
+    TRAINED_DENSITY,
+    layered,
+    selection_seconds,
+    settling,
+    sparse_model,
+    sparse_training,
+)
+from .training import overrides
+
+EVEN_LAYERS = {"layers": 24, "decades": 1.0}  # for the balance: no partition is hopeless
+
+__all__ = ["parts", "verdicts"]
+
+
+def parts(settings: DictConfig) -> list[Part]:
+    """Seed by seed; within a seed what takes long comes last."""
+    found = []
+    for seed in range(settings.seeds):
+        found += [*_made_up(settings, seed), *_trainings(settings, seed)]
+    return found
+
+
+def _made_up(settings: DictConfig, seed: int) -> list[Part]:
+    dim, workers, length, density = settings.dim, settings.workers, settings.iterations, settings.densities[0]
+    cases = [("density", m, workers, d, dim, length) for d in settings.densities for m in settings.methods]
+    cases += [
+        ("held", OURS, w, d, settings.held_dim, length) for d in settings.densities for w in settings.held_workers
+    ]
+    cases += [("build-up", m, w, density, dim, 3 * LAST) for w in settings.crowds for m in (*settings.methods, DENSE)]
+    found = [_part(partial(layered, *case[1:], seed), *case[:4], seed) for case in cases]
+    shared = (workers, density)
+    for rule in RULES:
+        compute = partial(layered, rule, *shared, dim, length, seed, **EVEN_LAYERS)
+        found.append(_part(compute, "imbalance", rule, *shared, seed))
+    for rule in THRESHOLDS:
+        compute = partial(settling, rule, *shared, dim, settings.settling, seed)
+        found.append(_part(compute, "settling", rule, *shared, seed))
+    for method in ABLATED:
+        compute = partial(sparse_model, method, *shared, settings.sparse_steps, seed)
+        found.append(_part(compute, "sparse model", method, *shared, seed))
+    timed = [method for method in settings.methods if method != PUBLISHED]  # which selects as `exdyna` does
+    for count in settings.timed_workers:
+        compute = partial(selection_seconds, timed, count, density, settings.timed_dim, seed)
+        found.append(replace(_part(compute, "time", "", count, density, seed), alone=True))
+    return found
+
+
+def _trainings(settings: DictConfig, seed: int) -> list[Part]:
+    """The first two methods with all sorters, the others with the last one."""
+    tasks = {task: (task, {}) for task in settings.tasks}
+    if settings.resnet and "cifar10" in tasks:
+        tasks[RESNET] = ("cifar10", settings.resnet)
+    found = []
+    for name, (task, changes) in tasks.items():
+        for method in settings.trained:
+            for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
+                compute = partial(sparse_training, overrides(settings, task, sorter, **changes), method, seed)
+                found.append(_part(compute, "training", method, 0, TRAINED_DENSITY, seed, name, sorter))
+    return found
+
+
+def _part(
+    compute: Callable[[], dict[str, list]],
+    measure: str,
+    method: str,
+    workers: int,
+    density: float,
+    seed: int,
+    task: str = "",
+    sorter: str = "",
+) -> Part:
+    key = {"measure": measure, "method": method, "workers": workers, "target": density, "task": task, "sorter": sorter}
+    return Part(key | {"seed": seed}, compute)

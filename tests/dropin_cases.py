@@ -1,0 +1,85 @@
+"""Data, networks and training loops shared by the tests of the drop-in sampler."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cdgrab
+
+EXAMPLES = 61
+EPOCHS = 3
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(EXAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(EXAMPLES), inputs, (inputs.sum(1) > 0).long())
+
+
+def network(*layers, width=8):
+    """Plain by default; the same weights in every call."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), *layers, nn.Linear(width, 2)).double()
+
+
+def gradient(model):
+    pieces = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+def train(model, sampler, epochs=EPOCHS, loader=None, accumulate=1, stop_after=None, note=None):
+    """An ordinary loop. Returns the example numbers visited, by epoch and batch; `note(model)` after every backward."""
+    loader = loader or DataLoader(dataset(), batch_sampler=sampler)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    visited, steps = [], 0
+    for _ in range(epochs):
+        visited.append([])
+        for index, (numbers, inputs, labels) in enumerate(loader):
+            visited[-1].append(numbers.tolist())
+            synced = (index + 1) % accumulate == 0
+            with model.no_sync() if accumulate > 1 and not synced and hasattr(model, "no_sync") else nullcontext():
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+            if note:
+                note(model)
+            if synced:
+                optimiser.step()
+                optimiser.zero_grad()
+            steps += 1
+            if steps == stop_after:
+                return visited
+    return visited
+
+
+def retrained(model, visited, accumulate=1, average=lambda gradient: gradient):
+    """The same training by hand, from the batches visited. Returns the gradients of the units, [epochs, units, dim]."""
+    _, inputs, labels = dataset().tensors
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for epoch in visited:
+        found.append([])
+        for first in range(0, len(epoch), accumulate):
+            for batch in epoch[first : first + accumulate]:
+                nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            found[-1].append(gradient(model))
+            mean, start = average(gradient(model)), 0
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = mean[start : start + parameter.numel()].view_as(parameter).clone()
+                    start += parameter.numel()
+            optimiser.step()
+            optimiser.zero_grad()
+        found[-1] = torch.stack(found[-1])
+    return torch.stack(found)
+
+
+def sorted_alone(gradients, seed=3, sorter="cd_grab", **options):
+    """Orders [epochs, workers, units] of the suite's own sorter fed with gradients [epochs, workers, units, dim]."""
+    _, workers, units, dim = gradients.shape
+    alone = cdgrab.make_sorter(sorter, workers=workers, units=units, dim=dim, seed=seed, **options)
+    orders = []
+    for epoch, some in enumerate(gradients):
+        orders.append(alone.order(epoch))
+        alone.observe(range(units), some)
+    return torch.stack(orders)

@@ -1,0 +1,300 @@
+"""The drop-in sampler in one process: orders, loaders, interruptions, what a model may be, bad input."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from dropin_cases import EPOCHS, EXAMPLES, dataset, gradient, network, retrained, sorted_alone, train
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cdgrab import CdgrabError, OrderedBatchSampler
+from cdgrab.dropin import units
+
+
+def attached(model, batch_size=8, attach=None, **options):
+    return OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
+
+
+def in_order(sampler, orders):
+    """Batches that the units in these orders are, by epoch."""
+    return [[batch for unit in order.tolist() for batch in sampler._own[unit]] for order in orders]
+
+
+@given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9), st.booleans())
+def test_processes_share_the_examples(examples, processes, seed, multiple, drop_last):
+    if drop_last and examples < processes * multiple:
+        with pytest.raises(CdgrabError):
+            units.share(examples, 0, processes, seed, multiple)
+        return
+    shares = [
+        units.share(examples, rank, processes, seed, multiple if drop_last else None) for rank in range(processes)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    visited = torch.cat(shares)
+    if drop_last:
+        assert len(visited.unique()) == len(visited) > examples - processes * multiple
+        assert len(shares[0]) % multiple == 0
+    else:
+        assert set(visited.tolist()) == set(range(examples)) and len(visited) < examples + processes
+
+
+@pytest.mark.parametrize("sorter", ["cd_grab", "grab", "kh"])
+def test_orders_are_those_of_the_sorter_fed_with_the_same_gradients(sorter):
+    model = network()
+    sampler = attached(model, sorter=sorter)
+    visited = train(model, sampler)
+    gradients = retrained(network(), visited)
+    orders = sorted_alone(gradients[:, None], sorter=sorter)
+    assert in_order(sampler, orders[:, 0]) == visited
+    assert not torch.equal(orders[0], orders[1])
+
+
+def test_loader_processes_read_no_order_ahead_of_the_epochs_end():
+    visited = []
+    for settings in ({}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 9}):
+        model = network()
+        sampler = attached(model)
+        visited.append(train(model, sampler, loader=DataLoader(dataset(), batch_sampler=sampler, **settings)))
+    assert visited[0] == visited[1] == visited[2]
+
+
+def test_looking_at_a_batch_starts_no_epoch():
+    model, twin = network(), network()
+    sampler, other = attached(model), attached(twin)
+    assert next(iter(DataLoader(dataset(), batch_sampler=other)))[0].tolist() in sampler._own[0] + sum(sampler._own, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(model, sampler) == train(twin, other)
+
+
+def test_an_epoch_cut_short_keeps_the_order_of_what_was_not_seen():
+    model = network()
+    sampler = attached(model)
+    train(model, sampler, stop_after=5)  # two pairs and a half, of 8
+    first = sampler.sorter.order(0)[0].tolist()
+    with pytest.warns(UserWarning, match="epoch 0 ended with 3 of 8 batches without a gradient"):
+        train(model, sampler, epochs=1)
+    second = sampler.sorter.order(1)[0].tolist()
+    assert second[2:6] == first[4:]
+    assert sorted(second[:2] + second[6:]) == sorted(first[:4])
+
+
+def test_accumulated_batches_are_one_unit():
+    model = network()
+    sampler = attached(model, 4, accumulation_steps=2)  # 16 batches, the last one of a single example
+    visited = train(model, sampler, accumulate=2)
+    orders = sorted_alone(retrained(network(), visited, accumulate=2)[:, None])
+    assert in_order(sampler, orders[:, 0]) == visited
+
+
+def test_a_scalers_scale_does_not_matter_and_an_overflow_counts_as_zero():
+    class Scaler:
+        scale = 1024.0
+
+        def get_scale(self):
+            return self.scale
+
+    def loop(scale, overflow_at=None):
+        model, scaler = network(), Scaler()
+        scaler.scale = scale
+        sampler = attached(model, attach={"scaler": scaler})
+        seen, step = [], 0
+        for _ in range(2):
+            for numbers, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
+                seen.append(numbers.tolist())
+                factor = scale * (float("inf") if step == overflow_at else 1)
+                (nn.functional.cross_entropy(model(inputs), labels) * factor).backward()
+                model.zero_grad()
+                step += 1
+        return seen
+
+    assert loop(1.0) == loop(1024.0)
+    with pytest.warns(UserWarning, match="not finite"):
+        loop(1024.0, overflow_at=3)
+
+
+class Awkward(nn.Module):
+    """A frozen layer, one that is never used, one used every second time, and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3)
+        self.sometimes, self.tied, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.tied.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+        self.double()
+
+    def forward(self, inputs):
+        self.calls += 1
+        hidden = self.tied(self.frozen(self.first(inputs)).tanh()).tanh()
+        return self.last(self.sometimes(hidden) if self.calls % 2 else hidden)
+
+
+@pytest.mark.parametrize("kind", ["awkward", "compiled", "norms"])
+def test_models_of_all_kinds(kind):
+    def make():
+        return Awkward() if kind == "awkward" else network(*([nn.BatchNorm1d(8)] if kind == "norms" else []))
+
+    model = torch.compile(make(), backend="aot_eager") if kind == "compiled" else make()
+    sampler = attached(model)
+    visited = train(model, sampler)
+    assert in_order(sampler, sorted_alone(retrained(make(), visited)[:, None])[:, 0]) == visited
+
+
+def test_clipping_comes_after_the_sampler_has_looked():
+    model = network()
+    sampler = attached(model)
+    seen = []
+    sampler.see = lambda gradients: seen.append(gradients[0].clone())
+    train(model, sampler, epochs=1, note=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
+    assert min(float(g.norm()) for g in seen) > 1e-2
+
+
+def test_backward_passes_that_belong_to_no_batch():
+    model = network()
+    sampler = attached(model)
+    inputs, labels = dataset().tensors[1:]
+    nn.functional.cross_entropy(model(inputs), labels).backward()  # before the first epoch: ignored
+    model.zero_grad()
+    train(model, sampler, epochs=1)
+    with sampler.paused():
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("sorter", ["cd_grab", "grab", "d_rr"])
+@pytest.mark.parametrize("stop_after", [1, 4, 8, 13])
+def test_resumes_mid_epoch(sorter, stop_after):
+    whole, model = network(), network()
+    expected = train(whole, attached(whole, sorter=sorter))
+    sampler = attached(model, sorter=sorter)
+    optimiser_free = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)  # kept across the interruption
+    visited = continued(model, sampler, optimiser_free, stop_after)
+    state = through_a_file(sampler.state_dict())
+    sampler.detach()
+    again = OrderedBatchSampler(dataset(), 8, seed=3, sorter=sorter)
+    again.load_state_dict(state)  # before attach
+    again.attach(model)
+    visited += continued(model, again, optimiser_free, 8 * EPOCHS - stop_after)
+    assert visited == sum(expected, [])
+    assert torch.equal(
+        torch.cat([p.flatten() for p in model.parameters()]), torch.cat([p.flatten() for p in whole.parameters()])
+    )
+
+
+def continued(model, sampler, optimiser, steps, loader=None):
+    """Some steps more, over the ends of epochs."""
+    visited = []
+    while len(visited) < steps:
+        for numbers, inputs, labels in loader or DataLoader(dataset(), batch_sampler=sampler):
+            visited.append(numbers.tolist())
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            if len(visited) == steps:
+                break
+    return visited
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumes_through_a_stateful_loader(workers):
+    model = network()
+    expected = sum(train(model, attached(model)), [])
+    model = network()
+    sampler = attached(model)
+    loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    visited = continued(model, sampler, optimiser, 11, loader)
+    states = through_a_file([loader.state_dict(), sampler.state_dict()])
+    sampler.detach()
+    again = attached(model)
+    loader = StatefulDataLoader(dataset(), batch_sampler=again, num_workers=workers)
+    loader.load_state_dict(states[0])
+    if workers:
+        with pytest.raises(CdgrabError, match="save sampler.state_dict"):
+            next(iter(loader))
+        loader = StatefulDataLoader(dataset(), batch_sampler=again, num_workers=workers)
+        again.load_state_dict(states[1])
+        loader.load_state_dict(states[0])
+    visited += continued(model, again, optimiser, 8 * EPOCHS - 11, loader)
+    assert visited == expected
+
+
+@pytest.mark.parametrize("model", [network(), network(nn.LayerNorm(8)), Awkward()], ids=["plain", "norm", "awkward"])
+def test_gradients_of_single_examples(model):
+    sampler = attached(model, 7, unit="example")
+    seen = []
+    sampler.see = lambda gradients: (seen.append(gradients), setattr(sampler.sorter, "position", 7 * len(seen)))
+    _, inputs, labels = dataset().tensors
+    for batch in list(sampler)[:2]:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+        for number, found in zip(batch, seen[-1], strict=True):
+            model.zero_grad()
+            if isinstance(model, Awkward):
+                model.calls -= 1  # as in the batch
+            with sampler.paused(), torch.enable_grad():
+                sampler.batch_size, size = 1, sampler.batch_size
+                nn.functional.cross_entropy(model(inputs[[number]]), labels[[number]]).backward()
+                sampler.batch_size = size
+            torch.testing.assert_close(found, gradient(model), rtol=1e-10, atol=1e-12)
+
+
+def test_single_examples_are_ordered():
+    model = network()
+    sampler = attached(model, 7, unit="example")
+    visited = train(model, sampler, epochs=2)
+    assert [sorted(sum(epoch, [])) for epoch in visited] == [list(range(EXAMPLES))] * 2
+    assert visited[0] != visited[1] and len(visited[0]) == len(sampler) == 9
+
+
+BAD = {
+    "the dataset must have a length": lambda: OrderedBatchSampler([], 4),
+    "batch_size must be a whole number": lambda: OrderedBatchSampler(dataset(), 0),
+    "unknown sorter": lambda: OrderedBatchSampler(dataset(), 4, sorter="best"),
+    "has no option": lambda: OrderedBatchSampler(dataset(), 4, speed=3),
+    "unit must be batch or example": lambda: OrderedBatchSampler(dataset(), 4, unit="epoch"),
+    "cannot be grouped by accumulation_steps=5": lambda: OrderedBatchSampler(dataset(), 4, accumulation_steps=5),
+    "drop_last leaves nothing": lambda: OrderedBatchSampler(dataset(), 64, drop_last=True),
+    "call sampler.attach": lambda: next(iter(OrderedBatchSampler(dataset(), 4))),
+    "attach needs a torch.nn.Module": lambda: OrderedBatchSampler(dataset(), 4).attach(list),
+    "no parameters that need a gradient": lambda: OrderedBatchSampler(dataset(), 4).attach(nn.ReLU()),
+    "attached to a model already": lambda: attached(m := network()).attach(m),
+    "concern what DistributedDataParallel sends": lambda: attached(network(), attach={"compress": "bf16"}),
+    "compress must be": lambda: attached(network(), attach={"compress": "int8"}),
+    "attach has no option": lambda: attached(network(), attach={"density": 0.1}),
+    "no state before": lambda: OrderedBatchSampler(dataset(), 4).state_dict(),
+    "not the state of": lambda: attached(network()).load_state_dict({}),
+    "batch_size 8 there, 4 here": lambda: attached(network(), 4).load_state_dict(attached(network()).state_dict()),
+    r"mixes the examples of a batch \(BatchNorm\)": lambda: attached(network(nn.BatchNorm1d(8)), unit="example"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_bad_input_is_one_sentence(sentence):
+    with pytest.raises(CdgrabError, match=sentence) as error:
+        BAD[sentence]()
+    assert "\n" not in str(error.value)
+
+
+def test_a_new_partition_on_request():
+    state = attached(network()).state_dict()
+    model = network()
+    sampler = attached(model, 4)
+    sampler.load_state_dict(state, repartition=True)
+    assert sum(map(len, train(model, sampler, epochs=1)[0])) == EXAMPLES

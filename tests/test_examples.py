@@ -1,0 +1,51 @@
+"""The recipes for other people's scripts, as they stand in `examples`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from examples import plain, resumable, with_accelerate, with_trainer
+from scripts.launcher import torchrun
+
+UNTRAINED = 2.3  # log 10
+
+
+@pytest.mark.parametrize("example", [plain, with_accelerate, with_trainer], ids=lambda module: module.__name__)
+def test_recipe_trains(example):
+    with open(example.__file__) as file:
+        assert len(file.readlines()) <= 60
+    assert example.main("cd_grab", "2") < UNTRAINED / 2
+
+
+@pytest.mark.parametrize("module", ["examples.ddp", "examples.ddp_sparsify"])
+def test_recipe_trains_under_torchrun(module, capfd):
+    arguments = {"examples.ddp": ["cd_grab", "2"], "examples.ddp_sparsify": ["exdyna", "0.05", "2"]}[module]
+    assert torchrun(["-m", module, *arguments], 2) == 0
+    last = capfd.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("epoch 2") and float(last.split("accuracy ")[1][:5]) > 0.6
+
+
+def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
+    """Dropout, BatchNorm, loader processes, accumulation and a scaler; killed in the middle of the second epoch."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    expected = resumable.main(str(whole), "cd_grab", "2")
+    command = [sys.executable, "-m", "examples.resumable", str(killed), "cd_grab", "2"]
+    process = subprocess.Popen(command, start_new_session=True)
+    while not saved_batches(killed) > 220 and process.poll() is None:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 186 < saved_batches(killed) < 372
+    assert resumable.main(str(killed), "cd_grab", "2") == expected
+
+
+def saved_batches(folder):
+    import torch
+
+    path = folder / "checkpoint.pt"
+    return torch.load(path, weights_only=True)["done"] if path.exists() else 0
