@@ -11,7 +11,7 @@ order that depends on timing: same inputs, same signs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,21 +28,20 @@ class Shape:
 
     rows: int = 16
     gram_columns: int = 64
-    gram_warps: int = 4
+    gram_warps: int = 2
     gram_programs: int = 2048  # enough to fill a GPU several times
     columns: int = 256
     vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
-    warps: int = 4
+    warps: int = 2
     stages: int = 3  # tiles that are on their way from memory at the same time
-    programs: int = 264
-    one_launch: bool = True  # programs wait for each other; else every block is a launch of its own
+    programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
 
 
 MOST_BLOCKS = 512  # whose matrices are held at once
 # Rows that cancel leave zero in the plain loop and a few last bits here, which must not decide.
 ROUNDING = tl.constexpr(2.0**-46)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
-COUNTS += ["first", "blocks", "begin", "end", "tiles", "parts"]
+COUNTS += ["first", "blocks", "begin", "end", "tiles"]
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -71,27 +70,22 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     shape = shape or _shape_for(rows, sums, count)
     blocks = triton.cdiv(count, shape.rows)
     tiles, programs = _cut(dim, shape.columns, shape.programs)
-    together = shape.one_launch or programs == 1
-    parts = programs if together else 1
+    together = rows.is_cuda or programs == 1  # the interpreter runs one program after the other: a launch per step
     strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
     where = (rows, *strides, group, count, dim // shape.vector)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "VECTOR": shape.vector, "STAGES": shape.stages}
-    sizes |= {"PARTS": triton.next_power_of_2(parts), "WAIT": together and programs > 1}
-    sizes |= {"STAY": together and tiles == 1}
-    new = partial(torch.empty, dtype=torch.float64, device=rows.device)
-    products, totals = new(2, sums, programs, shape.rows), new(2, sums, 1, shape.rows)
+    sizes |= {"PROGRAMS": triton.next_power_of_2(programs), "STAY": together and tiles == 1}
+    sizes |= {"WAIT": together and programs > 1}
+    products = torch.empty(2, sums, programs, shape.rows, dtype=torch.float64, device=rows.device)
     for first in range(0, blocks, MOST_BLOCKS):
         some = min(MOST_BLOCKS, blocks - first)
         matrices = _gram(where, first, some, sums, shape)
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
             _walk_kernel[(programs, sums)](
-                *where, running, limits, signs, matrices, products, products if together else totals, arrived,
-                first, some, begin, end, tiles, parts, **sizes, num_warps=shape.warps,
-                launch_cooperative_grid=sizes["WAIT"],
+                *where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles,
+                **sizes, num_warps=shape.warps, launch_cooperative_grid=sizes["WAIT"],
             )  # fmt: skip
-            if not together:
-                torch.sum(products[begin % 2], 1, keepdim=True, out=totals[begin % 2])
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
@@ -113,16 +107,21 @@ def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
     dim, vector = rows.shape[2], _vector(rows)
-    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 1
     if dim <= 32:
-        shape = Shape(rows=32, gram_columns=32, columns=32, vector=1, warps=4, programs=1)
-    elif dim <= 512 * (processors // sums):  # each program keeps its coordinates of a block in registers
-        vector = min(vector, 2)
-        shape = Shape(rows=32, columns=512, vector=vector, warps=16 // vector, programs=processors // sums)
-    else:
-        shape = Shape(columns=64 * vector, vector=vector, warps=2, programs=3 * processors, one_launch=False)
-    shape = replace(shape, rows=16 if count <= 16 else shape.rows)
-    return shape if rows.is_cuda else replace(shape, one_launch=False)  # one program after the other
+        return Shape(gram_columns=32, columns=32, warps=1, programs=1)
+    room = _room(rows) // sums
+    if dim <= 256 * room:  # each program keeps its coordinates of a block in registers
+        return Shape(32 if count > 16 else 16, columns=256, vector=min(vector, 2), warps=4, programs=room)
+    programs = 2 ** (max(1, room).bit_length() - 1)  # the kernel has tensors of that length, and they are powers of two
+    return Shape(columns=64 * vector, vector=vector, programs=programs)
+
+
+def _room(rows: Tensor) -> int:
+    """How many programs surely run at the same time: as many as have registers and shared memory."""
+    if not rows.is_cuda:
+        return 2
+    gpu = torch.cuda.get_device_properties(rows.device)
+    return gpu.multi_processor_count * (2 if gpu.shared_memory_per_multiprocessor > 150_000 else 1)
 
 
 def _vector(rows: Tensor) -> int:
@@ -169,16 +168,15 @@ def _gram_kernel(
 @triton.jit(do_not_specialize=COUNTS)
 def _walk_kernel(
     rows, position_stride, worker_stride, group, count, vectors,
-    running, limits, signs, gram, products, totals, arrived, first, blocks, begin, end, tiles, parts,
+    running, limits, signs, gram, products, arrived, first, blocks, begin, end, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, STAY: tl.constexpr, WAIT: tl.constexpr,
+    PROGRAMS: tl.constexpr, STAY: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Steps `begin` to `end` of the walk through `blocks` blocks of rows, `first` being the first of them.
 
     Step k decides block k − 1, adds its signed rows to the running sum, and multiplies that with the rows of block k:
-    products [2, sums, programs, ROWS], those of odd blocks apart from those of even ones. They are read from totals
-    [2, sums, parts, ROWS]. arrived [sums] counts the programs that have come through a step. A program that has but one
-    tile keeps it (STAY).
+    products [2, sums, programs, ROWS], those of odd blocks apart from those of even ones. arrived [sums] counts the
+    programs that have come through a step. A program that has but one tile keeps it (STAY).
     """
     program, which, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     sums, dim = tl.num_programs(1), vectors * VECTOR
@@ -204,16 +202,14 @@ def _walk_kernel(
                 pass
         found = tl.zeros((ROWS,), tl.float32)
         if step > 0:
-            there = totals + ((step - 1) % 2 * sums + which) * parts * ROWS + lane
-            if PARTS == 1:
-                inner = tl.load(there, cache_modifier=".cg")
-            else:
-                every = tl.arange(0, PARTS)[:, None]
-                part = tl.load(there[None, :] + every * ROWS, mask=every < parts, other=0.0, cache_modifier=".cg")
-                inner = tl.sum(part, axis=0)
             index = (first + step - 1) * ROWS + lane
-            excess = inner - tl.load(my_limits + index, mask=old_exist, other=0.0)
-            found = _decide(excess, ROUNDING * tl.abs(inner), my_gram + (step - 1) * ROWS * ROWS, ROWS)
+            limit = tl.load(my_limits + index, mask=old_exist, other=0.0)
+            here = my_gram + (step - 1) * ROWS * ROWS
+            matrix = tl.load(here + lane[:, None] * ROWS + lane[None, :])
+            every = tl.arange(0, PROGRAMS)[:, None]
+            there = products + (((step - 1) % 2 * sums + which) * programs + every) * ROWS + lane[None, :]
+            part = tl.load(there, mask=every < programs, other=0.0, cache_modifier=".cg")
+            found = _decide(tl.sum(part, axis=0), limit, matrix, here, ROWS)
             if program == 0:
                 tl.store(my_signs + index, found.to(tl.int8), mask=old_exist)
         old_signs = found.to(rows.dtype.element_ty)[:, None]
@@ -223,7 +219,8 @@ def _walk_kernel(
         else:
             inner = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float64)
             for tile in tl.range(tiles, num_stages=STAGES):
-                here = column + tile * COLUMNS
+                # there and back again: what was read last is the likeliest to be in the cache still
+                here = column + tl.where(step % 2 == 0, tile, tiles - 1 - tile) * COLUMNS
                 old = _tile(mine, old_places, old_exist, here, dim)
                 new = _tile(mine, new_places, new_exist, here, dim)
                 r = tl.load(my_running + here, mask=here < dim, other=0.0)
@@ -246,16 +243,20 @@ def _by_thread(rows, r, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _decide(excess, rounding, gram, ROWS: tl.constexpr):
-    """Signs of a block: a row goes + whose inner product, less its limit, is at or below zero at its turn."""
+def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
+    """Signs of a block: a row goes + whose inner product is at or below its limit at its turn, but for rounding.
+
+    `gram` points to `matrix`, whose rows are loaded again one by one: from the nearest cache now, so that none of the
+    rows, which follow from each other, waits for the memory.
+    """
     lane = tl.arange(0, ROWS)
+    sizes = tl.abs(inner) + tl.sum(tl.where(lane[:, None] < lane[None, :], tl.abs(matrix), 0.0), axis=0)
+    excess = inner - limit - ROUNDING * sizes
     signs = tl.zeros((ROWS,), tl.float32)
-    excess -= rounding
     for j in tl.static_range(ROWS):
         row = tl.load(gram + j * ROWS + lane)
-        after_plus, after_minus = row - ROUNDING * tl.abs(row), -row - ROUNDING * tl.abs(row)
         # one lane's number for all lanes: a shuffle inside a warp, while a sum would take several
         plus = tl.gather(excess, tl.full((ROWS,), j, tl.int32), 0) <= 0.0
-        excess += tl.where(plus, after_plus, after_minus)
+        excess += tl.where(plus, row, -row)
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs
