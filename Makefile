@@ -37,7 +37,7 @@ $(READY): requirements.lock requirements-data.lock pyproject.toml
 	@touch $@
 
 test: $(READY) ## lint and all tests
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(READY) ## ruff, check and format
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -53,10 +53,10 @@ data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checke
 
 bench: $(READY) ## what coordinated ordering costs: results/bench and its figures; SIZE=smoke|quick|full, BENCH=balance …
 	@$(BIN)/python -m scripts.bench $(if $(BENCH),$(BENCH)) $(if $(SIZE),--size $(SIZE))
-	@for notebook in overhead fig8_memory; do $(BIN)/python -m scripts.notebook --in-place $$notebook; done
+	@$(BIN)/python -m scripts.notebook --in-place overhead fig8_memory
 
 figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
-	@for notebook in notebooks/*.ipynb; do $(BIN)/python -m scripts.notebook --in-place $$(basename $$notebook .ipynb); done
+	@$(BIN)/python -m scripts.notebook --in-place
 
 report: $(READY) ## one table of all runs under results/runs: results/REPORT.md
 	@$(BIN)/python -m scripts.report

@@ -10,13 +10,14 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import nbformat
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
 from cdgrab.config import ROOT
@@ -49,9 +50,9 @@ def execute(name: str, in_place: bool = False) -> Path:
             _run(some)
     except CellExecutionError as error:
         raise CdgrabError(f"notebook {name} failed: {error.ename}: {error.evalue}") from error
-    except DeadKernelError as error:
+    except RuntimeError as error:  # its process did not start, or ended
         _client.cache_clear()
-        raise CdgrabError(f"notebook {name} failed: its process ended") from error
+        raise CdgrabError(f"notebook {name} failed: {error}") from error
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)  # time stamps would make every execution a change
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +74,22 @@ def _run(notebook: nbformat.NotebookNode) -> None:
 @cache
 def _client() -> NotebookClient:
     """All notebooks run in one process, started for the first: most of a short notebook's time are its imports."""
+    sockets = tempfile.TemporaryDirectory(prefix="cdgrab-")
     client = NotebookClient(
         nbformat.v4.new_notebook(),
         timeout=600,
+        startup_timeout=600,
         kernel_name="python3",
         resources={"metadata": {"path": str(ROOT)}},
-        config=Config({"KernelManager": {"transport": "ipc"}}),  # local sockets: no port is opened
+        config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets.name}/socket"}}),  # no port is opened
     )
-    atexit.register(lambda: client.km and run_sync(client.km.shutdown_kernel)(now=True))
+
+    @atexit.register
+    def end() -> None:
+        if client.km and client.km.has_kernel:
+            run_sync(client.km.shutdown_kernel)(now=True)
+        sockets.cleanup()
+
     return client
 
 

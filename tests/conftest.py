@@ -1,10 +1,15 @@
-"""Settings and helpers shared by the tests of sorters, balancing and herding."""
+"""Settings and helpers shared by the tests."""
 
+import json
 import os
+import subprocess
 from functools import partial
 from itertools import pairwise
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: pytest runs in several processes itself
+
 import numpy as np
+import process_runs
 import pytest
 import torch
 from hypothesis import settings
@@ -14,6 +19,8 @@ if not torch.cuda.is_available():
 
 import cdgrab
 from cdgrab import reference, streams
+from cdgrab.config import ROOT
+from scripts.launcher import torchrun
 
 settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("reproducible")
@@ -97,6 +104,50 @@ def assert_independent(permutations):
     for i, one in enumerate(permutations):
         for other in permutations[i + 1 :]:
             assert int((one == other).sum()) <= 10 and int((one == other.flip(0)).sum()) <= 10
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+# With -n, pytest's processes take these one after the other: files, and files that share what is costly. First those
+# that take long, so that nobody waits for the last one.
+SPAWNED = ("test_exchange", "test_processes", "test_sparsify_processes", "test_dropin_processes")
+TOGETHER = dict.fromkeys(SPAWNED, "processes")
+LONGEST = (
+    *("test_figures", "processes", "test_studies", "test_studies_training", "test_study_sparsification"),
+    *("test_sparse_training", "test_runs", "test_examples", "test_config", "test_steps", "test_bench"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    def group(item):
+        return TOGETHER.get(item.path.stem, item.path.stem)
+
+    items.sort(key=lambda item: LONGEST.index(group(item)) if group(item) in LONGEST else len(LONGEST))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
+@pytest.fixture(scope="session")
+def spawned(tmp_path_factory):
+    """A folder with what `process_checks` leaves behind on 4 and on 2 processes."""
+    folder = tmp_path_factory.mktemp("spawned")
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    for processes in sorted(process_runs.PROCESSES, reverse=True):
+        found, runs = folder / str(processes), process_runs.wanted(folder, processes)
+        found.mkdir()
+        assert torchrun(["-m", "tests.process_checks", str(found), json.dumps(runs)], processes) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what the commands need, so that the real results/ stay untouched. Files keep their times, or else
+    compiled code would be made anew."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("cdgrab", "configs", "experiments", "scripts", "notebooks", "results/paper"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")

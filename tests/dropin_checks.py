@@ -1,6 +1,4 @@
-"""Run under torchrun by test_dropin_processes.py: training with DDP and the drop-in sampler, saved for comparison."""
-
-import sys
+"""Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
 import torch
 import torch.distributed as dist
@@ -97,11 +95,11 @@ def refusals():
     return found
 
 
-if __name__ == "__main__":
+def main(target):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     results = {name: case(*settings) for name, settings in CASES.items()}
     results |= {("resumed", stop): resumed(stop) for stop in (3, 6)} | {"refused": refusals()}
     if dist.get_rank() == 0:
-        torch.save(results, sys.argv[1])
+        torch.save(results, target)
     dist.destroy_process_group()

@@ -1,27 +1,21 @@
 """The drop-in sampler with DDP on 2 and 4 processes, against the same training by hand in this one."""
 
-import os
-
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
 from dropin_checks import CASES, sampler_of
+from process_runs import PROCESSES
 from torch import nn
 
 from cdgrab import CdgrabError
-from scripts.launcher import torchrun
 
-PROCESSES = (2, 4)
 ORDERED = [name for name in CASES if name not in ("examples", "oblivious")]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dropin")
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    for processes in PROCESSES:
-        assert torchrun(["-m", "tests.dropin_checks", str(folder / str(processes))], processes) == 0
-    return {processes: torch.load(folder / str(processes), weights_only=False) for processes in PROCESSES}
+def found(spawned):
+    """What `dropin_checks` saved, by number of processes."""
+    return {n: torch.load(spawned / str(n) / "dropin", weights_only=False) for n in PROCESSES}
 
 
 def by_hand(visited, accumulate):

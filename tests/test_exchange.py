@@ -1,28 +1,20 @@
 """Exchanges between processes against one process and the oracle: orders, means, traffic."""
 
-import os
-
 import pytest
 import torch
 from conftest import make_gradients, oracle
 from exchange_checks import KINDS, SHAPES, cases, name_of
+from process_runs import PROCESSES
 
 import cdgrab
 from cdgrab import exchange
 from cdgrab.workers import WorkerGroup
-from scripts.launcher import torchrun
-
-PROCESSES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(spawned):
     """What `exchange_checks` saved, by number of processes."""
-    folder = tmp_path_factory.mktemp("exchange")
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    for processes in PROCESSES:
-        assert torchrun(["-m", "tests.exchange_checks", str(folder / str(processes))], processes) == 0
-    return {processes: torch.load(folder / str(processes)) for processes in PROCESSES}
+    return {processes: torch.load(spawned / str(processes) / "exchange") for processes in PROCESSES}
 
 
 def alone(shape, kind, options):

@@ -1,5 +1,6 @@
 """From run folders to figures, tables and notebooks: on made-up runs with known answers, and on a small real sweep."""
 
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,8 @@ from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
 from cdgrab.published import published
 from cdgrab.results import Group, groups, sweeps
-from cdgrab.runlog import read_metrics
+from cdgrab.runlog import read_manifest, read_metrics
+from scripts import notebook
 from scripts.reproduce import EXPERIMENTS
 
 METRICS = ("train_loss", "test_accuracy")
@@ -102,6 +104,11 @@ def test_papers_curves_are_drawn_only_beside_the_papers_own_data(group, tmp_path
         ("NY-2017,limit=100", {}, False),
         ("NY-2017-quick", {"size": "quick"}, False),
         ("NJ-2017", {"papers_own": False}, False),
+        ("GLUE", {"started_from": "fig11_gpt2_wiki103/WikiText-103"}, True),
+        ("GLUE", {"started_from": "fig11_gpt2_wiki103/WikiText-103,epochs=8"}, False),
+        ("GLUE", {"started_from": "fig11_gpt2_wiki103/WikiText-103-quick"}, False),
+        ("GLUE", {"started_from": "fig11_gpt2_wiki103/novels"}, False),
+        ("GLUE", {"started_from": "adhoc/WikiText-103"}, False),
     ],
 )
 def test_only_the_papers_data_and_settings_are_like_the_paper(tmp_path, folder, run, drawn):
@@ -109,6 +116,21 @@ def test_only_the_papers_data_and_settings_are_like_the_paper(tmp_path, folder, 
     group = Group(tmp_path / FIGURE / folder)
     assert group.like_the_paper == drawn
     assert group.as_compared(("train_loss", "test_ppl")) == ("train_loss", "test_ppl_authors" if drawn else "test_ppl")
+
+
+@pytest.mark.parametrize(
+    ("task", "folder", "size", "said"),
+    [
+        ("lr_hmda", "NJ-2017", "paper", "made up, 1,234 applications · size paper · "),
+        ("lstm_wiki2", "WikiText-2-quick", "quick", "made up, 1,234 words · size quick · "),
+        ("gpt2_wiki103", "novels,epochs=8,limit=9", "paper", "1,234 tokens · size paper with epochs=8, limit=9 · "),
+        ("mlp_m4", "M4,workers=8", "paper", "1,234 windows · size paper · 4 workers"),  # workers are the columns here
+    ],
+)
+def test_captions_name_the_unit_the_size_and_what_was_changed(tmp_path, task, folder, size, said):
+    columns = "workers" if "workers" in folder else None
+    write_run(tmp_path / FIGURE / folder, "cd_grab", "CD-GraB", 0, [0.4], task=task, size=size, columns=columns)
+    assert said in Group(tmp_path / FIGURE / folder).caption()
 
 
 # -- one figure from several groups ------------------------------------------------------------------------------------
@@ -147,6 +169,13 @@ def test_a_sweep_gathers_the_groups_of_one_source(swept, monkeypatch):
     assert [sweep.source for sweep in sweeps(SWEPT, "workers")] == ["CIFAR-10"]
     with pytest.raises(CdgrabError, match="no finished runs of fig4_cifar10_workers with test_ppl"):
         sweeps(SWEPT, "workers", "test_ppl")
+    monkeypatch.setenv("CDGRAB_GROUP", str(swept / "elsewhere"))
+    with pytest.raises(CdgrabError, match=f"no finished runs of {SWEPT} in .*elsewhere"):
+        sweeps(SWEPT, "workers")
+    monkeypatch.setenv("CDGRAB_GROUP", str(swept.parent / "fig12_cifar10_lr" / "CIFAR-10"))
+    for find in (lambda: sweeps(SWEPT, "workers"), lambda: groups(SWEPT)):
+        with pytest.raises(CdgrabError, match=f"CIFAR-10 is no folder with runs of {SWEPT}"):
+            find()
 
 
 def test_a_sweeps_figure_has_a_column_per_value_and_a_row_per_metric(swept):
@@ -197,74 +226,111 @@ def test_no_runs_is_one_sentence(tmp_path, monkeypatch):
         groups(FIGURE)
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A copy of what reproduce needs, so that the real results/ stay untouched."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("cdgrab", "configs", "experiments", "scripts", "notebooks"):
-        subprocess.run(["cp", "-r", str(ROOT / name), str(folder / name)], check=True)
-    (folder / "results").mkdir()
-    subprocess.run(["cp", "-r", str(ROOT / "results" / "paper"), str(folder / "results" / "paper")], check=True)
-    return folder
-
-
 def environment(checkout):
     kept = {key: value for key, value in os.environ.items() if key not in ("CDGRAB_DATA", "CDGRAB_GROUP")}
     return kept | {"PYTHONPATH": str(checkout)}
 
 
-def call(checkout, module, *arguments):
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=300)
+def call(checkout, code):
+    """Several commands in one process, since starting one takes seconds."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=1800
+    )
 
 
-def test_reproduce_runs_draws_and_prints(checkout):
-    """`make reproduce-LR-HMDA SEEDS=1 EPOCHS=3 DATA=embedded`, on a real small sweep, twice."""
-    options = ("LR-HMDA", "--seeds", "1", "--epochs", "3", "--data", "embedded", "--nproc", "1", "--size", "smoke")
-    first = call(checkout, "scripts.reproduce", *options)
-    assert first.returncode == 0, first.stderr
-    assert re.search(r"\| CD-GraB +\| 1 ", first.stdout) and "EMBEDDED DATA" in first.stdout
-    name = "fig3a_lr_hmda-embedded-smoke,epochs=3"
+# All tasks, and one that cannot be run; Figure 12 is of the same kind as Figure 4.
+SMALL = {
+    "lr-hmda": EXPERIMENTS["lr-hmda"],
+    "broken": ["fig0_missing"],
+    **EXPERIMENTS,
+    "cifar10": EXPERIMENTS["cifar10"][:2],
+}
+OPTIONS = ["--seeds", "1", "--epochs", "3", "--data", "embedded", "--nproc", "1", "--jobs", "1", "--size", "smoke"]
+DRAWN = {
+    **dict.fromkeys(("fig3a_lr_hmda", "fig3b_lstm_wiki2", "fig3c_mlp_m4", SWEPT, "fig11_gpt2_wiki103", "table1_glue")),
+    "fig9_cifar10_herding": SWEPT,  # a metric of that figure's runs
+}
+
+
+@pytest.fixture(scope="module")
+def reproduced(checkout):
+    """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs."""
+    done = call(
+        checkout,
+        f"""
+import sys
+from scripts import reproduce
+if reproduce.main(["LR-HMDA", *{OPTIONS}]):
+    sys.exit("reproducing LR-HMDA failed")
+print("=" * 9, flush=True)
+reproduce.EXPERIMENTS = {SMALL}
+sys.exit(reproduce.main(["all", *{OPTIONS}]))
+""",
+    )
+    assert done.returncode == 2 and "error: unknown experiment 'fig0_missing'" in done.stderr, done.stderr
+    return checkout, *done.stdout.split("=" * 9, 1)
+
+
+@pytest.mark.parametrize("experiment", DRAWN)
+def test_reproduce_leaves_metrics_figure_and_table_of_every_task(reproduced, experiment):
+    checkout, first, every = reproduced
+    name = f"{experiment}-embedded-smoke,epochs=3"
     for suffix in ("png", "pdf", "md"):
         assert (checkout / "results" / "figures" / f"{name}.{suffix}").stat().st_size > 500
-    executed = nbformat.read(checkout / "results" / "notebooks" / "fig3a_lr_hmda.ipynb", as_version=4)
+    table = (checkout / "results" / "figures" / f"{name}.md").read_text()
+    assert table in (first if experiment == FIGURE else every)
+    assert all(said in table for said in ("EMBEDDED DATA", "size smoke with epochs=3", "CD-GraB", "D-RR", "1 seed"))
+    executed = nbformat.read(checkout / "results" / "notebooks" / f"{experiment}.ipynb", as_version=4)
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    again = call(checkout, "scripts.reproduce", *options)
-    assert again.returncode == 0 and again.stdout.count("already complete") == 2
+    runs = {
+        path.name: path for path in (checkout / "results" / "runs").glob(f"*/{DRAWN[experiment] or experiment}/*/*")
+    }
+    assert runs.keys() == {"cd_grab-s0", "d_rr-s0"}
+    losses = {}
+    for sorter, run in runs.items():
+        lines = read_metrics(run / "metrics.jsonl")
+        metrics = [key for key in lines[0] if key.startswith(("train_", "test_", "val_"))]
+        assert len(lines) == 3 and len(metrics) >= 2 and all(math.isfinite(line[m]) for line in lines for m in metrics)
+        losses[sorter] = [line["train_loss"] for line in lines]
+        assert losses[sorter][-1] < losses[sorter][0] and read_manifest(run)["status"] == "finished"
+    assert losses["cd_grab-s0"][-1] != losses["d_rr-s0"][-1]
 
 
-def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(checkout):
-    """Two of the real tasks around one that cannot be run; LR-HMDA's runs are there from the test above."""
-    tasks = {"lr-hmda": EXPERIMENTS["lr-hmda"], "broken": ["fig0_missing"], "cifar10": EXPERIMENTS["cifar10"][:2]}
-    overrides = ["epochs=3", "nproc=1", "data=embedded", "size=smoke"]
-    code = f"from scripts import reproduce as r; r.EXPERIMENTS = {tasks}; exit(r.reproduce_all({overrides}, 1))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "error: unknown experiment 'fig0_missing'" in done.stderr
+def test_complete_runs_are_not_repeated(reproduced):
+    _, first, every = reproduced
+    assert first.count("already complete") == 0 and every.count("already complete") == 2
+    assert re.search(r"\| CD-GraB +\| 1 ", first)
+
+
+def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(reproduced):
+    checkout, _, every = reproduced
     table = (checkout / "results" / "figures" / "all.md").read_text()
-    assert table in done.stdout and "failed: broken (exit status 2)" in table
+    assert table in every and "failed: broken (exit status 2)" in table
     rows = cells_of(table)
     assert [row[0] for row in rows[2:]] == [
-        *("lr_hmda, 4 workers", "lr_hmda, 4 workers"),
+        *["lr_hmda, 4 workers"] * 2,
+        *["lstm_wiki2, 4 workers"] * 2,
+        *["mlp_m4, 32 workers"] * 2,
         *("cifar10, 4 workers", "cifar10, 4 workers", "cifar10, 64 workers", "cifar10, 64 workers"),
         *("cifar10, 4 workers", "cifar10, 64 workers"),  # the herding bound
+        *["gpt2_wiki103, 4 workers"] * 2,
+        "glue, SST-2",
     ]
     row = dict(zip(rows[0], rows[2], strict=True))
     runs = checkout / "results" / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "embedded-smoke,epochs=3"
     ours, theirs = (read_metrics(runs / f"{s}-s0" / "metrics.jsonl")[-1]["train_loss"] for s in ("cd_grab", "d_rr"))
     assert row["CD-GraB − D-RR"] == f"{ours - theirs:+.3g} ± 0" and row["size"] == "smoke"
     assert row["data"].startswith("EMBEDDED: ") and row["paired t-test"] == "one seed"
-    for figure in (SWEPT, "fig9_cifar10_herding"):
-        assert (checkout / "results" / "figures" / f"{figure}-embedded-smoke,epochs=3.png").stat().st_size > 500
 
 
 @pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
     """Not only the run under way: a sweep that goes on unseen would train on code that is being edited."""
     command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]
+    command += ["compile=off", f"jobs={jobs}"]
     runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
-    command = [*command, f"jobs={jobs}"]
     process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
     while len(list(runs.glob("*/metrics.jsonl"))) < jobs and process.poll() is None:
         time.sleep(0.05)
@@ -277,19 +343,61 @@ def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
     shutil.rmtree(runs)
 
 
+BAD_CALLS = [
+    ("scripts.reproduce", ["nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(EXPERIMENTS)}, all"),
+    ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
+    ("scripts.reproduce", ["lr-hmda", "--seeds", "0"], "--seeds: must be a whole number of at least 1, got '0'"),
+    ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
+    ("scripts.notebook", ["nonsense"], "unknown notebook 'nonsense'; the notebooks are fig11_gpt2_wiki103, "),
+    ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),
+    ("experiments.launch", ["data=embedded", "nproc=3"], "cannot be split evenly over 3 processes"),
+]
+
+
 def test_bad_calls_of_the_helpers_are_one_sentence(checkout):
-    for module, arguments, message in [
-        ("scripts.reproduce", ["nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(EXPERIMENTS)}, all"),
-        ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
-        ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
-        ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),
-        ("experiments.launch", ["data=embedded", "nproc=3"], "cannot be split evenly over 3 processes"),
-    ]:
-        done = call(checkout, module, *arguments)
-        assert done.returncode != 0 and re.fullmatch(r"error: [^\n]+\n", done.stderr) and message in done.stderr
+    """Each as `python -m module arguments`, for which runpy stands in."""
+    code = f"""
+import runpy, sys, warnings
+warnings.simplefilter("ignore")  # a module that another one has imported already
+for module, arguments, _ in {BAD_CALLS}:
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exit:
+        print("status", exit.code, file=sys.stderr)
+"""
+    said = call(checkout, code).stderr.splitlines()
+    assert len(said) == 2 * len(BAD_CALLS)
+    for error, status, (_, _, message) in zip(said[::2], said[1::2], BAD_CALLS, strict=True):
+        assert error.startswith("error: ") and message in error and status == "status 2"
 
 
 def test_notebooks_only_read_results():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
         assert "cdgrab" in code and not re.search(r"\bopen\(|data_root|CDGRAB_DATA|plt\.(?!show)", code)
+
+
+def test_notebooks_share_a_process_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebook, "ROOT", tmp_path)
+    monkeypatch.setattr(notebook, "FOLDER", tmp_path)
+    sources = {
+        "first": ["import os; left = os.getpid()", "print(left, os.environ.get('CDGRAB_GROUP'))"],
+        "second": ["import os", "print(os.getpid(), os.environ.get('CDGRAB_GROUP'), 'left' in globals())"],
+        "broken": ["1 / 0"],
+    }
+    for name, cells in sources.items():
+        content = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+        nbformat.write(content, tmp_path / f"{name}.ipynb")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    printed = []
+    for name, group in (("first", "one"), ("second", None)):
+        monkeypatch.setenv("CDGRAB_GROUP", group) if group else monkeypatch.delenv("CDGRAB_GROUP")
+        cells = nbformat.read(notebook.execute(name), as_version=4).cells
+        assert [cell.execution_count for cell in cells] == [1, 2]
+        printed.append("".join(output.text for output in cells[1].outputs).split())
+    with pytest.raises(CdgrabError, match="notebook broken failed: ZeroDivisionError: division by zero"):
+        notebook.execute("broken")
+    (process, *first), (same, *second) = printed
+    assert process == same and int(process) != os.getpid() and (first, second) == (["one"], ["None", "False"])
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -1,77 +1,19 @@
 """The same config gives the same permutations and metrics for every process count, and across a change of it."""
 
-import json
-import shutil
-
 import pytest
+from process_runs import CASES, EPOCHS, PROCESSES, wanted
 
-from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.runlog import read_metrics
 from experiments import train
 from scripts.launcher import torchrun
 
-LSTM = ["task=lstm_wiki2", "size=smoke", "task.batch=16", "task.limit=7", "task.hidden=8"]
-# Coordinated, uncoordinated, oblivious, randomised. With these sizes units per worker are odd and the last step short.
-CASES = {
-    "cd_grab": ["sorter=cd_grab", "workers=4"],
-    "cd_grab_small_exchanges": ["sorter=cd_grab", "workers=4", "sorter.buffer_mb=0.02"],
-    "cd_grab_walk": ["sorter=cd_grab", "workers=8", "sorter.rule=walk"],
-    "id_grab_bal": ["sorter=id_grab_bal", "workers=4"],
-    "kh": ["sorter=kh", "workers=4"],
-    "d_rr": ["sorter=d_rr", "workers=8"],
-    "d_rr_float32": ["sorter=d_rr", "workers=4", "task.dtype=float32"],
-    "sparse": ["sorter=cd_grab", "workers=4", "sparsifier=exdyna", "sparsifier.density=0.1"],
-    "sparse_fits": ["sorter=d_rr", "workers=8", "sparsifier=sidco", "sparsifier.density=0.1"],
-    "long_rows_sparse": [*LSTM, "workers=4", "sparsifier=exdyna"],
-    "long_rows": [*LSTM, "workers=4"],  # gradients divided by coordinates; on 4 processes on the way to their mean
-    "long_rows_units": ["task=cifar10", "task.limit=64", "task.dtype=float64", "workers=8"],  # several units a step
-}
-EPOCHS = 3
-
-
-def overrides(folder, name, processes, *more):
-    return [
-        "data=embedded",
-        f"epochs={EPOCHS}",
-        "task.batch=64",
-        *CASES[name],
-        f"run_dir={folder / f'{name}-{processes}'}",
-        *more,
-    ]
-
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(spawned):
     """Every case on 1, 2 and 4 processes; sparse also started on 4 processes and finished on 2 and on 1."""
-    folder = tmp_path_factory.mktemp("runs")
-    halfway = [*overrides(folder, "sparse", "halfway")[:-1], f"run_dir={folder / 'halfway'}"]
-    for processes in (1, 4, 2):
-        wanted = [overrides(folder, name, processes) for name in CASES]
-        if processes == 4:
-            wanted.append([*halfway, "epochs=2"])
-        if processes == 2:
-            wanted.append([*halfway, "resume=true"])
-            _forget_the_epoch_count(folder / "halfway")
-            shutil.copytree(folder / "halfway", folder / "halfway-alone")
-        if processes == 1:
-            for each in wanted:
-                assert train.main(each) == 0
-        else:
-            assert torchrun(["-m", "tests.many_runs", json.dumps(wanted)], processes) == 0
-    alone = [*halfway[:-1], f"run_dir={folder / 'halfway-alone'}", "resume=true"]
-    assert train.main(alone) == 0
-    return folder
-
-
-def _forget_the_epoch_count(run):
-    """As if the run had been asked for all epochs and been killed after two."""
-    import torch
-
-    manifest = read_manifest(run)
-    manifest["science"]["epochs"] = EPOCHS
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    saved = torch.load(run / "checkpoint.pt", weights_only=True)
-    saved["science"]["epochs"] = EPOCHS
-    torch.save(saved, run / "checkpoint.pt")
+    for run in wanted(spawned, 1):
+        assert train.main(run) == 0
+    return spawned
 
 
 def assert_same(one, other, tolerance):
@@ -84,7 +26,7 @@ def assert_same(one, other, tolerance):
         assert a.get("sparsifier", {}) == pytest.approx(b.get("sparsifier", {}), rel=tolerance)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("name", CASES)
 def test_process_count_changes_nothing(runs, name, processes):
     one, other = (read_metrics(runs / f"{name}-{n}" / "metrics.jsonl") for n in (1, processes))
@@ -95,7 +37,7 @@ def test_process_count_changes_nothing(runs, name, processes):
 
 
 def test_waiting_longer_before_an_exchange_changes_nothing(runs):
-    for processes in (2, 4):
+    for processes in PROCESSES:
         often, rarely = (
             read_metrics(runs / f"{n}-{processes}" / "metrics.jsonl") for n in ("cd_grab_small_exchanges", "cd_grab")
         )

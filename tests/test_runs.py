@@ -148,6 +148,7 @@ def test_interrupting_says_how_to_go_on(tmp_path):
         "experiments.train",
         "data=embedded",
         "epochs=100000",
+        "compile=off",
         f"run_dir={tmp_path / 'run'}",
     ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

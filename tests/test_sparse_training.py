@@ -130,3 +130,13 @@ def test_the_sparsifier_is_in_the_folders_name():
     assert (ROOT / one.directory).parent == folder / "embedded,sparsifier=exdyna"
     assert (ROOT / other.directory).parent == folder / "embedded,sparsifier=exdyna,sparsifier.density=0.001"
     assert one.science != other.science
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sparsifier", ["exdyna", "topk", "deft", "sidco"])
+def test_a_gpu_gives_the_metrics_of_a_cpu(tmp_path, sparsifier):
+    settings = [f"sparsifier={sparsifier}", "sparsifier.density=0.1", "epochs=2", "task.batch=64"]
+    cpu, gpu = (run(tmp_path / device, *settings, f"device={device}") for device in ("cpu", "cuda"))
+    for one, other in zip(cpu, gpu, strict=True):
+        assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-6)
+        assert other["sparsifier"] == pytest.approx(one["sparsifier"], rel=1e-6)

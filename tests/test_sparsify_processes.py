@@ -1,25 +1,17 @@
 """Sparsifiers on several processes against one process; bytes on the wire; the hook of DistributedDataParallel."""
 
-import os
-
 import pytest
 import torch
+from process_runs import PROCESSES
 from sparsify_checks import DDP, SHAPES, VARIANTS, trained_alone, trajectory
 
 from cdgrab.workers import WorkerGroup
-from scripts.launcher import torchrun
-
-PROCESSES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(spawned):
     """What `sparsify_checks` saved, by number of processes."""
-    folder = tmp_path_factory.mktemp("sparsify")
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    for processes in PROCESSES:
-        assert torchrun(["-m", "tests.sparsify_checks", str(folder / str(processes))], processes) == 0
-    return {processes: torch.load(folder / str(processes)) for processes in PROCESSES}
+    return {processes: torch.load(spawned / str(processes) / "sparsify") for processes in PROCESSES}
 
 
 def assert_same(one, other):
