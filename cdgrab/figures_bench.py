@@ -140,8 +140,9 @@ def papers_extra_mib() -> dict[str, float]:
 
 
 def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
-    """A Markdown table of some columns."""
-    shown = rows(name, device)[list(columns)].to_dict("records")
+    """A Markdown table of some columns, those that were measured on this device."""
+    found = rows(name, device).dropna(axis="columns", how="all")
+    shown = found[[column for column in columns if column in found]].to_dict("records")
     return (
         markdown([{key: _shown(value) for key, value in row.items()} for row in shown])
         + f"\n\n{caption(name, device)}."

@@ -204,7 +204,7 @@ def test_many_programs_balance_as_one(on_gpu, sums, monkeypatch):
     """Several coordinates' programs with several tiles each, several launches, a last block that is not full."""
     gpu, device = on_gpu
     monkeypatch.setattr(gpu, "MOST_BLOCKS", 2)
-    small = gpu.Shape(16, gram_columns=16, gram_programs=6, columns=16, programs=4, one_launch=device == "cuda")
+    small = gpu.Shape(16, gram_columns=16, gram_programs=6, columns=16, programs=4)
     rows, limits = make_rows(30, 3, 190, torch.float32, True), 9.0 * uniform(30, 3)
     running = normal(sums, 190, seed=1)
     mine = running.to(device, copy=True)

@@ -3,14 +3,15 @@
 Rows are decided in blocks of 32 (D), as many as a warp has lanes. With G = D·Dᵀ and c = D·r, row j's inner product with
 the running sum r at its turn is c_j + Σ_{i<j} s_i G_ij, and then r += Σ s_j D_j. The matrices G depend on no sign: one
 launch computes those of many blocks. A second one walks through the blocks, each program with coordinates of its own:
-it adds the signed rows of the last block to its part of r and multiplies that with the rows of the next; the program
-that comes last adds up the products, decides the block's signs and lets the others go on. Nothing is added in an order
-that depends on timing: same inputs, same signs.
+it adds the signed rows of the last block to its part of r, multiplies that with the rows of the next, and waits for the
+others; then each of them adds up all their products and decides the block's signs for itself. Nothing is added in an
+order that depends on timing: same inputs, same signs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,23 +24,24 @@ from . import gram
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `rows` at a time: 32, or 16 where there are no more."""
+    """How the work is cut. `rows` at a time, a power of two and at most 32; `columns` coordinates."""
 
-    rows: int = 32
+    rows: int = 16
     gram_columns: int = 64
-    gram_warps: int = 4
+    gram_warps: int = 2
     gram_programs: int = 2048  # enough to fill a GPU several times
     columns: int = 256
-    warps: int = 8
-    programs: int = 128  # a power of two: as many as run at the same time on a large GPU
-    ahead: bool = True
-    one_launch: bool = True  # programs wait for each other; else every block is a launch of its own
+    vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
+    warps: int = 2
+    stages: int = 3  # tiles that are on their way from memory at the same time
+    programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
 
 
 MOST_BLOCKS = 512  # whose matrices are held at once
 # Rows that cancel leave zero in the plain loop and a few last bits here, which must not decide.
 ROUNDING = tl.constexpr(2.0**-46)
-COUNTS = ["group", "count", "first", "blocks", "begin", "end", "tiles"]  # no kernel of their own for special values
+COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
+COUNTS += ["first", "blocks", "begin", "end", "tiles"]
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -68,30 +70,31 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     shape = shape or _shape_for(rows, sums, count)
     blocks = triton.cdiv(count, shape.rows)
     tiles, programs = _cut(dim, shape.columns, shape.programs)
-    where = (rows, rows.stride(0), rows.stride(1), group, count, dim)
-    sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "PROGRAMS": triton.next_power_of_2(programs)}
-    sizes["AHEAD"] = shape.ahead
-    products = torch.empty(sums, programs, shape.rows, dtype=torch.float64, device=rows.device)
+    together = rows.is_cuda or programs == 1  # the interpreter runs one program after the other: a launch per step
+    strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
+    where = (rows, *strides, group, count, dim // shape.vector)
+    sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "VECTOR": shape.vector, "STAGES": shape.stages}
+    sizes |= {"PROGRAMS": triton.next_power_of_2(programs), "STAY": together and tiles == 1}
+    sizes |= {"WAIT": together and programs > 1}
+    products = torch.empty(2, sums, programs, shape.rows, dtype=torch.float64, device=rows.device)
     for first in range(0, blocks, MOST_BLOCKS):
         some = min(MOST_BLOCKS, blocks - first)
         matrices = _gram(where, first, some, sums, shape)
-        progress = torch.zeros(sums, 2, dtype=torch.int32, device=rows.device)
-        together = shape.one_launch or programs == 1
-        launches = [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]
-        for begin, end in launches:
+        arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
+        for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
             _walk_kernel[(programs, sums)](
-                *where, running, limits, signs, matrices, products, progress, first, some, begin, end, tiles, **sizes,
-                num_warps=shape.warps, launch_cooperative_grid=together and programs > 1,
+                *where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles,
+                **sizes, num_warps=shape.warps, launch_cooperative_grid=sizes["WAIT"],
             )  # fmt: skip
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
     """[sums, blocks, rows, rows]"""
-    rows, dim = where[0], where[-1]
+    rows, dim = where[0], where[-1] * shape.vector
     splits_wanted = max(1, shape.gram_programs // (blocks * sums))
     tiles, splits = _cut(dim, shape.gram_columns, splits_wanted)
     parts = torch.empty(sums, blocks, splits, shape.rows, shape.rows, dtype=torch.float64, device=rows.device)
-    sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns}
+    sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns, "VECTOR": shape.vector}
     _gram_kernel[(splits, blocks, sums)](*where, parts, first, tiles, **sizes, num_warps=shape.gram_warps)
     return parts[:, :, 0] if splits == 1 else parts.sum(2)
 
@@ -103,22 +106,36 @@ def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
-    shape = Shape(rows=16 if count <= 16 else 32)
-    if rows.shape[2] <= 32:
-        shape = replace(shape, gram_columns=32, columns=32, warps=4)
+    dim, vector = rows.shape[2], _vector(rows)
+    if dim <= 32:
+        return Shape(gram_columns=32, columns=32, warps=1, programs=1)
+    room = _room(rows) // sums
+    if dim <= 256 * room:  # each program keeps its coordinates of a block in registers
+        return Shape(32 if count > 16 else 16, columns=256, vector=min(vector, 2), warps=4, programs=room)
+    programs = 2 ** (max(1, room).bit_length() - 1)  # the kernel has tensors of that length, and they are powers of two
+    return Shape(columns=64 * vector, vector=vector, programs=programs)
+
+
+def _room(rows: Tensor) -> int:
+    """How many programs surely run at the same time: as many as have registers and shared memory."""
     if not rows.is_cuda:
-        return replace(shape, one_launch=False)  # Triton's interpreter runs one program after the other
-    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    together = processors // sums
-    return replace(shape, programs=min(shape.programs, 1 << max(0, together.bit_length() - 1)))
+        return 2
+    gpu = torch.cuda.get_device_properties(rows.device)
+    return gpu.multi_processor_count * (2 if gpu.shared_memory_per_multiprocessor > 150_000 else 1)
+
+
+def _vector(rows: Tensor) -> int:
+    """How many coordinates, up to 16 bytes of them, can be loaded at once wherever rows begin and end."""
+    places = (*rows.stride()[:2], rows.shape[2], rows.data_ptr() // rows.element_size())
+    return math.gcd(16 // rows.element_size(), *places)
 
 
 @triton.jit
-def _places(block, ROWS: tl.constexpr, position_stride, worker_stride, group, count):
+def _places(block, ROWS: tl.constexpr, VECTOR: tl.constexpr, position_stride, worker_stride, group, count):
     """Where the rows of a block begin, relative to those of the first sum, and which of them exist."""
     index = block * ROWS + tl.arange(0, ROWS)
     places = (index // group).to(tl.int64) * position_stride + (index % group).to(tl.int64) * worker_stride
-    return places, (index >= 0) & (index < count)
+    return places * VECTOR, (index >= 0) & (index < count)
 
 
 @triton.jit
@@ -129,18 +146,19 @@ def _tile(rows, places, exist, column, dim):
 
 @triton.jit(do_not_specialize=COUNTS)
 def _gram_kernel(
-    rows, position_stride, worker_stride, group, count, dim,
+    rows, position_stride, worker_stride, group, count, vectors,
     parts, first, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Inner products of a block's rows with each other, over some of the coordinates."""
     split, block, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    places, exist = _places(first + block, ROWS, position_stride, worker_stride, group, count)
-    mine = rows + which.to(tl.int64) * worker_stride
+    places, exist = _places(first + block, ROWS, VECTOR, position_stride, worker_stride, group, count)
+    mine = rows + which.to(tl.int64) * worker_stride * VECTOR
     total = tl.zeros((ROWS, ROWS), tl.float64)
     start = split * tiles * COLUMNS
     for tile in range(tiles):
-        some = _tile(mine, places, exist, start + tile * COLUMNS + tl.arange(0, COLUMNS), dim).to(tl.float64)
+        column = start + tile * COLUMNS + tl.arange(0, COLUMNS)
+        some = _tile(mine, places, exist, column, vectors * VECTOR).to(tl.float64)
         total = tl.dot(some, tl.trans(some), total, out_dtype=tl.float64)
     index = tl.arange(0, ROWS)
     part = ((which * tl.num_programs(1) + block) * tl.num_programs(0) + split).to(tl.int64)
@@ -149,78 +167,96 @@ def _gram_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _walk_kernel(
-    rows, position_stride, worker_stride, group, count, dim,
-    running, limits, signs, gram, products, progress, first, blocks, begin, end, tiles,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+    rows, position_stride, worker_stride, group, count, vectors,
+    running, limits, signs, gram, products, arrived, first, blocks, begin, end, tiles,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr, STAY: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Steps `begin` to `end` of the walk through `blocks` blocks of rows, `first` being the first of them.
 
-    Step k adds the signed rows of block k − 1 to the running sum and decides block k. progress [sums, 2] counts the
-    programs that have come through a step, and the blocks that are decided.
+    Step k decides block k − 1, adds its signed rows to the running sum, and multiplies that with the rows of block k:
+    products [2, sums, programs, ROWS], those of odd blocks apart from those of even ones. arrived [sums] counts the
+    programs that have come through a step. A program that has but one tile keeps it (STAY).
     """
     program, which, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    mine, my_running = rows + which.to(tl.int64) * worker_stride, running + which.to(tl.int64) * dim
+    sums, dim = tl.num_programs(1), vectors * VECTOR
+    mine, my_running = rows + which.to(tl.int64) * worker_stride * VECTOR, running + which.to(tl.int64) * dim
     my_limits, my_signs = limits + which.to(tl.int64) * count, signs + which.to(tl.int64) * count
-    arrived, decided = progress + 2 * which, progress + 2 * which + 1
-    my_products = products + which * programs * ROWS
     my_gram = gram + which.to(tl.int64) * blocks * ROWS * ROWS
     lane = tl.arange(0, ROWS)
+    column = program * tiles * COLUMNS + tl.arange(0, COLUMNS)
+    new_places, new_exist = _places(first + begin - 1, ROWS, VECTOR, position_stride, worker_stride, group, count)
+    new_exist = new_exist & (begin > 0)
+    if STAY:
+        r = tl.load(my_running + column, mask=column < dim, other=0.0)
+        new = tl.zeros((ROWS, COLUMNS), rows.dtype.element_ty)
     for step in range(begin, end):
-        old_places, old_exist = _places(first + step - 1, ROWS, position_stride, worker_stride, group, count)
-        old_exist = old_exist & (step > 0)
-        places, exist = _places(first + step, ROWS, position_stride, worker_stride, group, count)
-        exist = exist & (step < blocks)
-        column = program * tiles * COLUMNS + tl.arange(0, COLUMNS)
-        if AHEAD:
-            ahead = _tile(mine, places, exist, column, dim)
-        if PROGRAMS > 1 and step > begin:
-            while tl.atomic_add(decided, 0, sem="acquire") < step:
+        old_places, old_exist = new_places, new_exist
+        new_places, new_exist = _places(first + step, ROWS, VECTOR, position_stride, worker_stride, group, count)
+        new_exist = new_exist & (step < blocks)
+        if STAY:
+            old = new
+            new = _tile(mine, new_places, new_exist, column, dim)  # on its way while others are waited for
+        if WAIT and step > begin:
+            while tl.atomic_add(arrived + which, 0, sem="acquire") < step * programs:
                 pass
-        before = my_signs + (first + step - 1) * ROWS + lane
-        old_signs = tl.load(before, mask=old_exist, other=0, cache_modifier=".cg").to(tl.float64)
-        inner = tl.zeros((ROWS,), tl.float64)
-        for tile in range(tiles):
-            old = _tile(mine, old_places, old_exist, column, dim)
-            if AHEAD:
-                new = ahead
-                ahead = _tile(mine, places, exist & (tile + 1 < tiles), column + COLUMNS, dim)
-            else:
-                new = _tile(mine, places, exist, column, dim)
-            r = tl.load(my_running + column, mask=column < dim, other=0.0)
-            r += tl.sum(old.to(tl.float64) * old_signs[:, None], axis=0)
-            tl.store(my_running + column, r, mask=column < dim)
-            inner += tl.sum(new.to(tl.float64) * r[None, :], axis=1)
-            column += COLUMNS
-        if step < blocks:
-            tl.store(my_products + program * ROWS + lane, inner)
-            tl.debug_barrier()  # all of this program's stores come before its arrival
-            arrivals = (step + 1) * programs - 1
-            if PROGRAMS > 1:
-                arrivals = tl.atomic_add(arrived, 1, sem="acq_rel")
-            if arrivals == (step + 1) * programs - 1:
-                every = tl.arange(0, PROGRAMS)
-                there, some = my_products + every[:, None] * ROWS + lane[None, :], (every < programs)[:, None]
-                inner = tl.sum(tl.load(there, mask=some, other=0.0, cache_modifier=".cg"), axis=0)
-                index = (first + step) * ROWS + lane
-                excess = inner - tl.load(my_limits + index, mask=exist, other=0.0)
-                found = _decide(excess, ROUNDING * tl.abs(inner), my_gram + step * ROWS * ROWS, ROWS)
-                tl.store(my_signs + index, found.to(tl.int8), mask=exist)
-                tl.debug_barrier()
-                if PROGRAMS > 1:
-                    tl.atomic_xchg(decided, step + 1, sem="release")
+        found = tl.zeros((ROWS,), tl.float32)
+        if step > 0:
+            index = (first + step - 1) * ROWS + lane
+            limit = tl.load(my_limits + index, mask=old_exist, other=0.0)
+            here = my_gram + (step - 1) * ROWS * ROWS
+            matrix = tl.load(here + lane[:, None] * ROWS + lane[None, :])
+            every = tl.arange(0, PROGRAMS)[:, None]
+            there = products + (((step - 1) % 2 * sums + which) * programs + every) * ROWS + lane[None, :]
+            part = tl.load(there, mask=every < programs, other=0.0, cache_modifier=".cg")
+            found = _decide(tl.sum(part, axis=0), limit, matrix, here, ROWS)
+            if program == 0:
+                tl.store(my_signs + index, found.to(tl.int8), mask=old_exist)
+        old_signs = found.to(rows.dtype.element_ty)[:, None]
+        if STAY:
+            r += tl.sum((old * old_signs).to(tl.float64), axis=0)
+            inner = _by_thread(new, r, VECTOR)
+        else:
+            inner = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float64)
+            for tile in tl.range(tiles, num_stages=STAGES):
+                # there and back again: what was read last is the likeliest to be in the cache still
+                here = column + tl.where(step % 2 == 0, tile, tiles - 1 - tile) * COLUMNS
+                old = _tile(mine, old_places, old_exist, here, dim)
+                new = _tile(mine, new_places, new_exist, here, dim)
+                r = tl.load(my_running + here, mask=here < dim, other=0.0)
+                r += tl.sum((old * old_signs).to(tl.float64), axis=0)
+                tl.store(my_running + here, r, mask=here < dim)
+                inner += _by_thread(new, r, VECTOR)
+        tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, tl.sum(inner, axis=1))
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        if WAIT:
+            tl.atomic_add(arrived + which, 1, sem="release")
+    if STAY:
+        tl.store(my_running + column, r, mask=column < dim)
 
 
 @triton.jit
-def _decide(excess, rounding, gram, ROWS: tl.constexpr):
-    """Signs of a block: a row goes + whose inner product, less its limit, is at or below zero at its turn."""
+def _by_thread(rows, r, VECTOR: tl.constexpr):
+    """Inner products over the few coordinates that one thread holds: sums across threads take longer, and come last."""
+    products = rows.to(tl.float64) * r[None, :]
+    return tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1] // VECTOR, VECTOR)), axis=2)
+
+
+@triton.jit
+def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
+    """Signs of a block: a row goes + whose inner product is at or below its limit at its turn, but for rounding.
+
+    `gram` points to `matrix`, whose rows are loaded again one by one: from the nearest cache now, so that none of the
+    rows, which follow from each other, waits for the memory.
+    """
     lane = tl.arange(0, ROWS)
-    signs = tl.zeros_like(excess)
-    excess -= rounding
+    sizes = tl.abs(inner) + tl.sum(tl.where(lane[:, None] < lane[None, :], tl.abs(matrix), 0.0), axis=0)
+    excess = inner - limit - ROUNDING * sizes
+    signs = tl.zeros((ROWS,), tl.float32)
     for j in tl.static_range(ROWS):
         row = tl.load(gram + j * ROWS + lane)
-        after_plus, after_minus = row - ROUNDING * tl.abs(row), -row - ROUNDING * tl.abs(row)
         # one lane's number for all lanes: a shuffle inside a warp, while a sum would take several
         plus = tl.gather(excess, tl.full((ROWS,), j, tl.int32), 0) <= 0.0
-        excess += tl.where(plus, after_plus, after_minus)
+        excess += tl.where(plus, row, -row)
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs

@@ -2,7 +2,8 @@
 
 Contenders: the published code's way (for every worker one inner product, one decision on the host, one addition), our
 kernel on blocks as the order server has them, our kernel on one position at a time; and the floor, the time it takes to
-read the rows twice at the highest bandwidth that this device shows.
+read the rows twice at the highest bandwidth that this device shows. On a GPU also the chain, our kernel on 32
+coordinates of the same rows: each sign needs those before it, and this is what that takes with hardly a row to read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
 BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": train.BLOCK_BYTES["cuda"] // 2}
 MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
+CHAIN_DIM = 32
 BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
 REPEATS = {"smoke": 2, "quick": 5, "full": 15}
@@ -73,6 +75,9 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
         "ours_us": (lambda: kernels.balance(rows, running, limits), block),
         "ours_one_position_us": (one_by_one, some),
     }
+    if device == "cuda":
+        few, few_running = rows[..., :CHAIN_DIM], running[:, :CHAIN_DIM].clone()
+        contenders["chain_us"] = (lambda: kernels.balance(few, few_running, limits), block)
     bandwidth_tests = {"read": source.sum, "copy": lambda: target.copy_(source)}
     calls = {key: call for key, (call, _) in contenders.items()} | bandwidth_tests
     seconds = alternately(calls, repeats, finish_on(device))
