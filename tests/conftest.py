@@ -118,14 +118,16 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
-def pytest_collection_modifyitems(items):
-    def group(item):
-        return TOGETHER.get(item.path.stem, item.path.stem)
+def group(item):
+    return TOGETHER.get(item.path.stem, item.path.stem)
 
+
+def pytest_itemcollected(item):
+    item.add_marker(pytest.mark.xdist_group(group(item)))  # xdist reads it when all are collected
+
+
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(group(item)) if group(item) in LONGEST else len(LONGEST))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @pytest.fixture(scope="session")
