@@ -37,7 +37,7 @@ $(READY): requirements.lock requirements-data.lock pyproject.toml
 	@touch $@
 
 test: $(READY) ## lint and all tests
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## ruff, check and format
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

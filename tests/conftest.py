@@ -12,6 +12,7 @@ import numpy as np
 import process_runs
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
 if not torch.cuda.is_available():
@@ -108,37 +109,32 @@ def assert_independent(permutations):
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-# With -n, pytest's processes take these one after the other: files, and files that share what is costly. First those
-# that take long, so that nobody waits for the last one.
-SPAWNED = ("test_exchange", "test_processes", "test_sparsify_processes", "test_dropin_processes")
-TOGETHER = dict.fromkeys(SPAWNED, "processes")
+# With -n, pytest's processes take files one after the other. First those that take long, so that nobody waits for the
+# last one.
 LONGEST = (
-    *("test_figures", "processes", "test_studies", "test_studies_training", "test_study_sparsification"),
+    *("test_figures", "test_processes", "test_studies", "test_studies_training", "test_study_sparsification"),
     *("test_sparse_training", "test_runs", "test_examples", "test_config", "test_steps", "test_bench"),
 )
 
 
-def group(item):
-    return TOGETHER.get(item.path.stem, item.path.stem)
-
-
-def pytest_itemcollected(item):
-    item.add_marker(pytest.mark.xdist_group(group(item)))  # xdist reads it when all are collected
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST.index(group(item)) if group(item) in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
 def spawned(tmp_path_factory):
-    """A folder with what `process_checks` leaves behind on 4 and on 2 processes."""
-    folder = tmp_path_factory.mktemp("spawned")
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    for processes in sorted(process_runs.PROCESSES, reverse=True):
-        found, runs = folder / str(processes), process_runs.wanted(folder, processes)
-        found.mkdir()
-        assert torchrun(["-m", "tests.process_checks", str(found), json.dumps(runs)], processes) == 0
+    """A folder with what `process_checks` leaves behind on 4 and on 2 processes, made once for all of pytest's own."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "spawned"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").exists():
+            folder.mkdir()
+            os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+            for processes in sorted(process_runs.PROCESSES, reverse=True):
+                found, runs = folder / str(processes), process_runs.wanted(folder, processes)
+                found.mkdir()
+                assert torchrun(["-m", "tests.process_checks", str(found), json.dumps(runs)], processes) == 0
+            (folder / "complete").touch()
     return folder
 
 
