@@ -77,7 +77,7 @@ def trainings(study: Study) -> Figure:
                         _draw_mean(panel, some, "epoch", "train_loss", label=name, **_style(method, sorter))
             panel.set(title=TASK_NAMES[task], xlabel="epoch", ylabel="full train loss")
             panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        note = "mean ± std over seeds; Top-k's k is adapted to reach the same density"
+        note = "means over seeds; Top-k's k is adapted to reach the same density"
         finish(figure, "Training with a hundredth of the gradient", f"{note} · {study.caption()}")
     return figure
 
@@ -98,19 +98,16 @@ def _style(method: str, sorter: str) -> dict:
     }
 
 
-def _draw_mean(panel: Axes, rows: pd.DataFrame, x: str, y: str, smooth: int = 1, band: bool = True, **style) -> None:
-    by_x = rows.groupby(x)[y]
-    mean, spread = by_x.mean(), by_x.std(ddof=0)
-    mean = mean.rolling(smooth, center=True, min_periods=1).mean()
+def _draw_mean(panel: Axes, rows: pd.DataFrame, x: str, y: str, smooth: int = 1, **style) -> None:
+    """Over seeds, which differ in the model's first parameters more than methods do: their spread is in the tables."""
+    mean = rows.groupby(x)[y].mean().rolling(smooth, center=True, min_periods=1).mean()
     panel.plot(mean.index, mean, **style)
-    if band:
-        panel.fill_between(mean.index, mean - spread, mean + spread, color=style["color"], alpha=0.15, lw=0)
 
 
 def _draw_density(panel: Axes, study: Study, density: float) -> None:
     for method in study.settings.methods:
         rows = measured(study.table, "density", method, density=density)
-        _draw_mean(panel, rows, "iteration", "ratio", SMOOTH, False, color=colour(method), label=label(method), lw=1.3)
+        _draw_mean(panel, rows, "iteration", "ratio", SMOOTH, color=colour(method), label=label(method), lw=1.3)
     panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
     panel.set(title=f"density, target {density:g}", xlabel="iteration", ylabel="actual / target", yscale="log")
     plain_log_ticks(panel.yaxis)
@@ -138,23 +135,28 @@ def _draw_crowds(panel: Axes, study: Study, column: str) -> None:
 def _draw_rules(panel: Axes, study: Study) -> None:
     for method in RULES:
         rows, rule = measured(study.table, "imbalance", method), options_of(method)[1].get("rule", "balanced")
-        _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, False, color=VARIANT_COLOURS[rule], lw=1.3)
-        last = settled_mean(rows, "imbalance").mean()
-        _name_at_end(panel, rows["iteration"].max(), last, rule, VARIANT_COLOURS[rule])
-    panel.set(
-        title="imbalance by rule of partitions", xlabel="iteration", ylabel="workers · max / sum − 1", ylim=(0, None)
-    )
+        _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=VARIANT_COLOURS[rule], lw=1.3)
+    panel.set(title="imbalance by rule of partitions", xlabel="iteration", ylabel="workers · max / sum − 1")
+    panel.set_ylim(0, None)
+    _name_lines(panel, ["static", "paper", "relative", "balanced"])
 
 
 def _draw_settling(panel: Axes, study: Study) -> None:
     for method in THRESHOLDS:
         rows, rule = measured(study.table, "settling", method), options_of(method)[1]["threshold"]
-        _draw_mean(panel, rows, "iteration", "ratio", 1, False, color=VARIANT_COLOURS[rule], lw=1.1)
-        _name_at_end(panel, rows["iteration"].max(), settled_mean(rows, "ratio").mean(), rule, VARIANT_COLOURS[rule])
+        _draw_mean(panel, rows, "iteration", "ratio", color=VARIANT_COLOURS[rule], lw=1.1)
     panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
     panel.axvline(study.settings.settling // 3, color="0.6", lw=0.8, ls=":")
     panel.set(title="thresholds: start, tenfold drop", xlabel="iteration", ylabel="actual / target", yscale="log")
     plain_log_ticks(panel.yaxis)
+    _name_lines(panel, ["fixed", "paper", "proportional", "counted"])
+
+
+def _name_lines(panel: Axes, rules: list[str]) -> None:
+    """In the panel: rules are none of the methods that the figure's legend names."""
+    for row, rule in enumerate(rules):
+        place = (0.97, 0.95 - 0.09 * row)
+        panel.annotate(rule, place, xycoords="axes fraction", ha="right", va="top", color=VARIANT_COLOURS[rule])
 
 
 def _draw_times(panel: Axes, study: Study) -> None:
@@ -175,8 +177,3 @@ def _draw_sparse_model(panel: Axes, study: Study) -> None:
         style = {"color": colour(method), "ls": ":" if method == DENSE else "-", "zorder": 3 if method == DENSE else 2}
         _draw_mean(panel, some, "epoch", "train_loss", label=label(method), lw=1.3, **style)
     panel.set(title="sparse model: an embedding", xlabel="tenth of the training", ylabel="loss")
-
-
-def _name_at_end(panel: Axes, x: float, y: float, text: str, shade: str) -> None:
-    panel.annotate(text, (x, y), (3, 0), textcoords="offset points", va="center", fontsize=7, color=shade)
-    panel.set_xlim(0, 1.22 * x)

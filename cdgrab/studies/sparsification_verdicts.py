@@ -131,7 +131,9 @@ def _settles(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
         lines.append(judge(claim, estimate(times[counted])))
         claim = Claim(f"the proportional rule settles sooner than the paper's {when}", most=0.0)
         note = f"{times[proportional].mean():.0f} − {times[paper].mean():.0f} iterations, of at most {until - after}"
-        lines.append(judge(claim, estimate(times[proportional] - times[paper]), note))
+        never = (times[proportional] >= until - after).all() and (times[paper] >= until - after).all()
+        unless = "neither settles" if never else ""
+        lines.append(judge(claim, estimate(times[proportional] - times[paper]), note, unless))
     return lines
 
 
