@@ -34,6 +34,7 @@ from ..checks import count
 from ..config import compose_config, flatten
 from ..data.sources import Source
 from ..errors import CdgrabError
+from ..memory import keep_freed_memory
 from ..results import RESULTS
 from ..runlog import append_line, environment, now, read_manifest, read_metrics, write_atomically
 from ..tasks import locate_data
@@ -171,6 +172,7 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
 
 
 def _begin_worker() -> None:
+    keep_freed_memory()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
 
