@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .published import SORTERS, published
 from .results import RESULTS, Group, Sweep
@@ -106,6 +107,8 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
     if group.like_the_paper:
         _draw_published(panel, group, metric, axis, experiment)
     panel.set(xlabel=AXIS_LABELS[axis], ylabel=textwrap.fill(AXIS_LABELS[metric], 26))
+    if axis == "epoch":
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _draw_ours(panel: Axes, group: Group, sorter: str, metric: str, axis: str) -> None:

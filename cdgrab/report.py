@@ -124,7 +124,7 @@ def _paired(difference: pd.Series, metric: str) -> dict[str, str]:
     better = (difference > 0) if "accuracy" in metric else (difference < 0)
     p = paired_p(difference.tolist())
     return {
-        "mean ± std": f"{difference.mean():+.3g} ± {difference.std(ddof=0):.2g}",
+        "mean ± std": f"{difference.mean():+.3g}" + f" ± {difference.std(ddof=0):.2g}" * (len(difference) > 1),
         "better on": f"{better.sum()} of {len(difference)} seeds",
         "paired t-test": "one seed" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4",
     }
@@ -178,9 +178,9 @@ def _published_finals(experiment: str, metrics: tuple[str, ...], column: str | f
 
 
 def _mean_std(values: pd.Series) -> str:
-    spread = values.std(ddof=0)
+    """One seed has no spread."""
     digits = 6 if values.abs().max() < 10 else 3
-    return f"{values.mean():.{digits}f} ± {spread:.{digits}f}"
+    return f"{values.mean():.{digits}f}" + f" ± {values.std(ddof=0):.{digits}f}" * (len(values) > 1)
 
 
 def _shown(value: float) -> str:

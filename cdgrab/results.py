@@ -181,7 +181,7 @@ def caption(manifests: list[dict]) -> str:
         f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "
         f"batch {all_of([s['task.batch'] for s in settings])}, lr {all_of([s['task.lr'] for s in settings])}"
         f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
-        f"{count} seed{'s' * (count != '1')}, mean ± std · {_machine(manifests)} · "
+        f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
         f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
     )
 
