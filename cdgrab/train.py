@@ -35,7 +35,7 @@ from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
 
-BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of data and unit gradients held at once
+BLOCK_BYTES = 32 * 2**20  # of data and unit gradients held at once
 MOST_STEPS_PER_BLOCK = 256
 
 
@@ -76,7 +76,9 @@ class Trainer:
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
         if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
-            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
+            kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
+            self.block_steps = MOST_STEPS_PER_BLOCK
+            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0
@@ -112,7 +114,7 @@ class Trainer:
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
-        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
+        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES // per_step))
         return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
     def _warm_up(self) -> None:
@@ -214,11 +216,16 @@ class Trainer:
         mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
-        if self.per_unit:
+        if seen.numel():
             self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))
+
+    def _observe(self, seen: Tensor) -> None:
+        """Unit gradients of the next steps, in the middle of a block, at whose end it turns out if they are finite."""
+        start = self.sorter.position
+        self.sorter.observe(range(start, start + seen.shape[1]), seen, unseen=True)
 
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
         """losses [steps], the same on all ranks, so that all of them stop together."""
@@ -272,7 +279,7 @@ class Trainer:
 
     def _herding_positions(self) -> int:
         """Positions whose unit gradients are held at once, in float64."""
-        return max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))
+        return max(1, BLOCK_BYTES // (8 * self.config.workers * self.flat.dim))
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -28,13 +28,13 @@ class Shape:
 
     rows: int = 16
     gram_columns: int = 64
-    gram_warps: int = 2
+    gram_warps: int = 1
     gram_programs: int = 2048  # enough to fill a GPU several times
-    columns: int = 256
+    columns: int = 512
     vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
-    warps: int = 2
+    warps: int = 8
     stages: int = 3  # tiles that are on their way from memory at the same time
-    programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
+    programs: int = 128  # at most; they wait for each other, so all of them must find a place on the GPU
 
 
 MOST_BLOCKS = 512  # whose matrices are held at once
@@ -42,6 +42,7 @@ MOST_BLOCKS = 512  # whose matrices are held at once
 ROUNDING = tl.constexpr(2.0**-46)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
 COUNTS += ["first", "blocks", "begin", "end", "tiles"]
+_compiled: dict[tuple, object] = {}  # by what they are compiled for; none by the interpreter
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -82,10 +83,8 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
         matrices = _gram(where, first, some, sums, shape)
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
-            _walk_kernel[(programs, sums)](
-                *where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles,
-                **sizes, num_warps=shape.warps, launch_cooperative_grid=sizes["WAIT"],
-            )  # fmt: skip
+            arguments = (*where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles)
+            _launch(_walk_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
@@ -95,8 +94,21 @@ def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Ten
     tiles, splits = _cut(dim, shape.gram_columns, splits_wanted)
     parts = torch.empty(sums, blocks, splits, shape.rows, shape.rows, dtype=torch.float64, device=rows.device)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns, "VECTOR": shape.vector}
-    _gram_kernel[(splits, blocks, sums)](*where, parts, first, tiles, **sizes, num_warps=shape.gram_warps)
+    _launch(_gram_kernel, (splits, blocks, sums), (*where, parts, first, tiles), sizes, shape.gram_warps, False)
     return parts[:, :, 0] if splits == 1 else parts.sum(2)
+
+
+def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
+    """What Triton finds out at each launch takes it longer than many a launch runs: it is asked once per kind of
+    arguments. A kernel may rely on what is told of them here."""
+    kind = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a < 2**31 for a in arguments]
+    key = (kernel.__name__, arguments[0].device, *kind, *sizes.values(), warps, together)
+    compiled = _compiled.get(key)
+    if compiled:
+        compiled[grid](*arguments, *sizes.values())
+    else:
+        options = {"num_warps": warps, "launch_cooperative_grid": together}
+        _compiled[key] = kernel[grid](*arguments, **sizes, **options)
 
 
 def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
@@ -106,22 +118,24 @@ def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
-    dim, vector = rows.shape[2], _vector(rows)
+    dim, many = rows.shape[2], 32 if count > 16 else 16
     if dim <= 32:
-        return Shape(gram_columns=32, columns=32, warps=1, programs=1)
-    room = _room(rows) // sums
-    if dim <= 256 * room:  # each program keeps its coordinates of a block in registers
-        return Shape(32 if count > 16 else 16, columns=256, vector=min(vector, 2), warps=4, programs=room)
-    programs = 2 ** (max(1, room).bit_length() - 1)  # the kernel has tensors of that length, and they are powers of two
-    return Shape(columns=64 * vector, vector=vector, programs=programs)
+        return Shape(many, gram_columns=32, columns=32, warps=1, programs=1)
+    processors, shared_memory = _machine(rows.device)
+    programs, vector = max(1, processors // sums), min(2, _vector(rows))
+    if dim <= 512 * programs:  # each program keeps its coordinates of a block in registers
+        return Shape(many, gram_warps=2, vector=vector, programs=programs)
+    columns = 2048 // rows.element_size()
+    return Shape(columns=columns, vector=vector, stages=max(1, min(3, shared_memory // 2**16)), programs=programs)
 
 
-def _room(rows: Tensor) -> int:
-    """How many programs surely run at the same time: as many as have registers and shared memory."""
-    if not rows.is_cuda:
-        return 2
-    gpu = torch.cuda.get_device_properties(rows.device)
-    return gpu.multi_processor_count * (2 if gpu.shared_memory_per_multiprocessor > 150_000 else 1)
+@cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Its processors, each with room for a program at least, and the shared memory that a program may have."""
+    if device.type != "cuda":
+        return 2, 2**16
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
 
 
 def _vector(rows: Tensor) -> int:
@@ -257,6 +271,6 @@ def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
         row = tl.load(gram + j * ROWS + lane)
         # one lane's number for all lanes: a shuffle inside a warp, while a sum would take several
         plus = tl.gather(excess, tl.full((ROWS,), j, tl.int32), 0) <= 0.0
-        excess += tl.where(plus, row, -row)
+        excess = tl.where(plus, excess + row, excess - row)  # both are ready when the sign is
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs

@@ -18,8 +18,7 @@ from cdgrab import kernels, train
 from .measure import alternately, finish_on, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
-# of a block: on a GPU what the training loop hands over at once, on a CPU less, as the clock has to be read sometimes
-BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": train.BLOCK_BYTES["cuda"] // 2}
+BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # of a block
 MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 CHAIN_DIM = 32
