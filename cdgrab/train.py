@@ -35,7 +35,7 @@ from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
 
-BLOCK_BYTES = 32 * 2**20  # of data and unit gradients held at once
+BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
 MOST_STEPS_PER_BLOCK = 256
 
 
@@ -114,7 +114,7 @@ class Trainer:
         per_unit = sum(x.numel() * x.element_size() for x in sample)
         per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
         per_step = per_unit * self.microbatch * self.group.local_workers
-        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES // per_step))
+        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
         return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
     def _warm_up(self) -> None:
@@ -279,7 +279,7 @@ class Trainer:
 
     def _herding_positions(self) -> int:
         """Positions whose unit gradients are held at once, in float64."""
-        return max(1, BLOCK_BYTES // (8 * self.config.workers * self.flat.dim))
+        return max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))
 
     def _order_hash(self, order: Tensor) -> str:
         return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()

@@ -30,11 +30,11 @@ class Shape:
     gram_columns: int = 64
     gram_warps: int = 1
     gram_programs: int = 2048  # enough to fill a GPU several times
-    columns: int = 512
+    columns: int = 256
     vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
-    warps: int = 8
+    warps: int = 4
     stages: int = 3  # tiles that are on their way from memory at the same time
-    programs: int = 128  # at most; they wait for each other, so all of them must find a place on the GPU
+    programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
 
 
 MOST_BLOCKS = 512  # whose matrices are held at once
@@ -69,13 +69,13 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     sums, count = signs.shape
     dim = rows.shape[2]
     shape = shape or _shape_for(rows, sums, count)
-    blocks = triton.cdiv(count, shape.rows)
+    blocks = -(-count // shape.rows)
     tiles, programs = _cut(dim, shape.columns, shape.programs)
     together = rows.is_cuda or programs == 1  # the interpreter runs one program after the other: a launch per step
     strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
     where = (rows, *strides, group, count, dim // shape.vector)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "VECTOR": shape.vector, "STAGES": shape.stages}
-    sizes |= {"PROGRAMS": triton.next_power_of_2(programs), "STAY": together and tiles == 1}
+    sizes |= {"PROGRAMS": 1 << (programs - 1).bit_length(), "STAY": together and tiles == 1}
     sizes |= {"WAIT": together and programs > 1}
     products = torch.empty(2, sums, programs, shape.rows, dtype=torch.float64, device=rows.device)
     for first in range(0, blocks, MOST_BLOCKS):
@@ -101,7 +101,7 @@ def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Ten
 def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
     """What Triton finds out at each launch takes it longer than many a launch runs: it is asked once per kind of
     arguments. A kernel may rely on what is told of them here."""
-    kind = [(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a < 2**31 for a in arguments]
+    kind = [a < 2**31 if type(a) is int else (a.dtype, a.data_ptr() % 16) for a in arguments]
     key = (kernel.__name__, arguments[0].device, *kind, *sizes.values(), warps, together)
     compiled = _compiled.get(key)
     if compiled:
@@ -113,25 +113,24 @@ def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, toge
 
 def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
     """How many tiles of `columns` a program gets, and how many programs at most `programs` then are needed."""
-    tiles = triton.cdiv(triton.cdiv(dim, columns), programs)
-    return tiles, triton.cdiv(dim, tiles * columns)
+    tiles = -(-dim // (columns * programs))  # not by Triton's functions: they take as long as a launch
+    return tiles, -(-dim // (tiles * columns))
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
-    dim, many = rows.shape[2], 32 if count > 16 else 16
+    dim, vector = rows.shape[2], _vector(rows)
     if dim <= 32:
-        return Shape(many, gram_columns=32, columns=32, warps=1, programs=1)
+        return Shape(32 if count > 16 else 16, gram_columns=32, columns=32, warps=1, programs=1)
     processors, shared_memory = _machine(rows.device)
-    programs, vector = max(1, processors // sums), min(2, _vector(rows))
-    if dim <= 512 * programs:  # each program keeps its coordinates of a block in registers
-        return Shape(many, gram_warps=2, vector=vector, programs=programs)
-    columns = 2048 // rows.element_size()
-    return Shape(columns=columns, vector=vector, stages=max(1, min(3, shared_memory // 2**16)), programs=programs)
+    if dim <= 256 * (2 * processors // sums):  # each program keeps its coordinates of a block in registers
+        return Shape(gram_warps=2, vector=min(2, vector), programs=2 * processors // sums)
+    columns, stages = 2048 // rows.element_size(), max(1, min(3, shared_memory // 2**16))
+    return Shape(columns=columns, vector=vector, stages=stages, programs=max(1, processors // sums))
 
 
 @cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """Its processors, each with room for a program at least, and the shared memory that a program may have."""
+    """Its processors, each with the registers of two programs, and the shared memory that a program may have."""
     if device.type != "cuda":
         return 2, 2**16
     gpu = torch.cuda.get_device_properties(device)

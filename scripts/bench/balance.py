@@ -1,7 +1,7 @@
 """Microseconds per pair position: one sign for every worker.
 
 Contenders: the published code's way (for every worker one inner product, one decision on the host, one addition), our
-kernel on blocks as the order server has them, our kernel on one position at a time; and the floor, the time it takes to
+kernel on blocks of many positions, our kernel on one position at a time; and the floor, the time it takes to
 read the rows twice at the highest bandwidth that this device shows. On a GPU also the chain, our kernel on 32
 coordinates of the same rows: each sign needs those before it, and this is what that takes with hardly a row to read.
 """
