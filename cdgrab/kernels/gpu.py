@@ -24,7 +24,7 @@ from . import gram
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `rows` at a time, a power of two and at most 32; `columns` coordinates."""
+    """How the work is cut. `rows` at a time, 16 or 32; `columns` coordinates."""
 
     rows: int = 16
     gram_columns: int = 64
@@ -240,7 +240,7 @@ def _walk_kernel(
                 r += tl.sum((old * old_signs).to(tl.float64), axis=0)
                 tl.store(my_running + here, r, mask=here < dim)
                 inner += _by_thread(new, r, VECTOR)
-        tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, tl.sum(inner, axis=1))
+        tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, _by_row(inner))
         tl.debug_barrier()  # all of this program's stores come before its arrival
         if WAIT:
             tl.atomic_add(arrived + which, 1, sem="release")
@@ -253,6 +253,29 @@ def _by_thread(rows, r, VECTOR: tl.constexpr):
     """Inner products over the few coordinates that one thread holds: sums across threads take longer, and come last."""
     products = rows.to(tl.float64) * r[None, :]
     return tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1] // VECTOR, VECTOR)), axis=2)
+
+
+@triton.jit
+def _by_row(inner):
+    """The sum of each of 16 or 32 rows over all threads. Lanes of a warp hand each other half of their rows, then half
+    of those left, …: a fourth of the messages that each row by itself would take."""
+    LANES: tl.constexpr = min(32, inner.shape[1])
+    sums = tl.reshape(inner, (inner.shape[0], inner.shape[1] // LANES, LANES))
+    if inner.shape[0] == 32:
+        sums = _halved(sums)
+    sums = _halved(_halved(_halved(_halved(sums))))
+    return tl.sum(tl.reshape(sums, (inner.shape[1] // inner.shape[0], inner.shape[0])), axis=0)
+
+
+@triton.jit
+def _halved(rows):
+    """Rows [n, warps, lanes] -> [n / 2, warps, lanes]: lanes whose number has the bit n / 2 take on the second half."""
+    HALF: tl.constexpr = rows.shape[0] // 2
+    first, second = tl.split(tl.permute(tl.reshape(rows, (2, HALF, rows.shape[1], rows.shape[2])), (1, 2, 3, 0)))
+    lane = tl.arange(0, rows.shape[2])[None, None, :]
+    takes_second = (lane & HALF) != 0
+    other = tl.broadcast_to(lane ^ HALF, (HALF, rows.shape[1], rows.shape[2]))
+    return tl.where(takes_second, second, first) + tl.gather(tl.where(takes_second, first, second), other, 2)
 
 
 @triton.jit
