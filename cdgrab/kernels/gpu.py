@@ -27,7 +27,7 @@ class Shape:
     """How the work is cut. `rows` at a time, 16 or 32; `columns` coordinates."""
 
     rows: int = 16
-    gram_columns: int = 64
+    gram_columns: int = 32
     gram_warps: int = 1
     gram_programs: int = 2048  # enough to fill a GPU several times
     columns: int = 256
@@ -118,12 +118,12 @@ def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
-    dim, vector = rows.shape[2], _vector(rows)
+    dim, vector, many = rows.shape[2], _vector(rows), 32 if count > 16 else 16
     if dim <= 32:
-        return Shape(32 if count > 16 else 16, gram_columns=32, columns=32, warps=1, programs=1)
+        return Shape(many, columns=32, warps=1, programs=1)
     processors, shared_memory = _machine(rows.device)
     if dim <= 256 * (2 * processors // sums):  # each program keeps its coordinates of a block in registers
-        return Shape(gram_warps=2, vector=min(2, vector), programs=2 * processors // sums)
+        return Shape(many, vector=min(2, vector), programs=2 * processors // sums)
     columns, stages = 2048 // rows.element_size(), max(1, min(3, shared_memory // 2**16))
     return Shape(columns=columns, vector=vector, stages=stages, programs=max(1, processors // sums))
 
