@@ -77,7 +77,8 @@ class Trainer:
         parts = (task, self.gradients, optimiser, group, parameters)
         if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
             kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
-            self.block_steps = MOST_STEPS_PER_BLOCK
+            # data is fetched step by step: a block is what runs between two looks at the losses
+            self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
             self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
