@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 import torch
 from tqdm import tqdm
@@ -54,9 +55,9 @@ def run(overrides: list[str]) -> None:
     study = compose_study(overrides)
     torch.set_num_threads(1)  # the same sums on every machine
 
-    def progress(parts: list[Part]) -> tqdm:
+    def progress(results: Iterable[tuple[Part, dict]], total: int) -> tqdm:
         seconds = 0.1 if sys.stderr.isatty() else 10  # a line now and then in a log
-        return tqdm(parts, desc=f"study {study.name}", unit="part", mininterval=seconds)
+        return tqdm(results, f"study {study.name}", total, unit="part", mininterval=seconds, miniters=1)
 
     carry_out(study, progress, _jobs(study, overrides))
     os.environ["CDGRAB_STUDY"] = str(study.directory.resolve())

@@ -5,7 +5,8 @@ import math
 import re
 import subprocess
 import sys
-from functools import cache
+import time
+from functools import cache, partial
 
 import nbformat
 import numpy as np
@@ -21,7 +22,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.published import published
 from cdgrab.significance import t_quantile
 from cdgrab.studies import collection, herding, rates
-from cdgrab.studies.base import Study, carry_out, compose_study
+from cdgrab.studies.base import Part, Study, carry_out, compose_study
 from cdgrab.studies.problems import KINDS, make_problem, sgd_epoch
 from cdgrab.studies.replicas import ReplicatedSorter
 from cdgrab.studies.verdicts import Claim, Estimate, estimate, judge, power_exponents
@@ -389,11 +390,11 @@ def small(directory):
 
 
 def interrupted_after(count):
-    def progress(parts):
-        for done, part in enumerate(parts):
+    def progress(results, total):
+        for done, result in enumerate(results, 1):
+            yield result
             if done == count:
                 raise KeyboardInterrupt
-            yield part
 
     return progress
 
@@ -409,11 +410,28 @@ def test_an_interrupted_study_goes_on_and_ends_with_the_same_results(tmp_path):
     with open(broken.metrics_path, "a") as file:
         file.write('{"sorter": "cd_gr')  # killed while writing
     computed = []
-    carry_out(broken, lambda parts: computed.extend(parts) or parts)
-    assert len(computed) == len(whole.parts()) - 3
+    carry_out(broken, lambda results, total: computed.append(total) or results)
+    assert computed == [len(whole.parts()) - 3]
     assert broken.metrics_path.read_text().startswith(kept)
     assert without_seconds(broken.metrics_path) == without_seconds(whole.metrics_path)
     assert json.loads((broken.directory / "manifest.json").read_text())["status"] == "finished"
+
+
+def slow(seconds):
+    time.sleep(seconds)
+    return {"x": [seconds]}
+
+
+def test_what_is_done_does_not_wait_for_what_takes_longer(tmp_path, monkeypatch):
+    study, seconds = small(tmp_path), (60.0, 0.0, 0.01)
+    parts = [Part({"part": number}, partial(slow, duration)) for number, duration in enumerate(seconds)]
+    monkeypatch.setattr(Study, "parts", lambda self: parts)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(study, interrupted_after(2), jobs=2)
+    assert sorted(line["part"] for line in read_lines(study.metrics_path)) == [1, 2]
+    parts[0] = Part({"part": 0}, partial(slow, 0.0))
+    carry_out(study)
+    assert [line["part"] for line in read_lines(study.metrics_path)] == [0, 1, 2]
 
 
 def test_several_parts_at_a_time_give_the_same_results(tmp_path):
@@ -428,7 +446,7 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
     carry_out(study)
     before = study.metrics_path.stat().st_mtime_ns
 
-    def never(parts):
+    def never(results, total):
         raise AssertionError
 
     carry_out(study, never)

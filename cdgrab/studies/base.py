@@ -18,11 +18,11 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
@@ -34,11 +34,13 @@ from ..checks import count
 from ..config import compose_config, flatten
 from ..data.sources import Source
 from ..errors import CdgrabError
+from ..memory import keep_freed_memory
 from ..results import RESULTS
 from ..runlog import append_line, environment, now, read_manifest, read_metrics, write_atomically
 from ..tasks import locate_data
 from .verdicts import Verdict
 
+Progress = Callable[[Iterable[tuple["Part", dict]], int], Iterable[tuple["Part", dict]]]  # shows how many of how many
 NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
 
 
@@ -125,7 +127,7 @@ def compose_study(overrides: list[str]) -> Study:
     return Study(settings, size, RESULTS / "studies" / settings.name / folder, data)
 
 
-def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = iter, jobs: int = 1) -> None:
+def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     parts, settings, before = study.parts(), OmegaConf.to_container(study.settings), read_manifest(study.directory)
     stored = before.get("settings", {})  # settings that did not exist then don't count
@@ -134,32 +136,32 @@ def carry_out(study: Study, progress: Callable[[list[Part]], Iterable[Part]] = i
             f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
         )
     done = {_name(line, parts): line for line in read_metrics(study.metrics_path)}
-    kept = [done[_name(part.key, parts)] for part in parts if _name(part.key, parts) in done]
     missing = [part for part in parts if _name(part.key, parts) not in done]
     if before.get("status") == "finished" and not missing:
         return
     manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
-    manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(kept)}
+    manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(done)}
     study.directory.mkdir(parents=True, exist_ok=True)
     _write_manifest(study, manifest)
-    write_atomically(study.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-    missing.sort(key=lambda part: part.alone)
-    with _computing(jobs) as submit:
-        results = [partial(_timed, part) if part.alone else submit(part) for part in missing]
-        for part, result in zip(progress(missing), results, strict=True):
-            append_line(study.metrics_path, part.key | result())
+    _write_in_order(study, done, parts)
+    together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
+    for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
+        done[_name(part.key, parts)] = part.key | columns
+        append_line(study.metrics_path, part.key | columns)
+    _write_in_order(study, done, parts)
     _write_manifest(study, manifest | {"status": "finished", "ended": now()})
 
 
-@contextmanager
-def _computing(jobs: int) -> Iterator[Callable[[Part], Callable[[], dict]]]:
-    """A function that starts a part, and gives one that waits for its columns. With one job all happens on waiting."""
+def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
+    """Parts with their columns, as soon as they are done: what is finished must not wait for what takes long."""
     if jobs == 1:
-        yield lambda part: partial(_timed, part)
+        yield from ((part, _timed(part)) for part in parts)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
         try:
-            yield lambda part: pool.submit(_timed, part).result
+            by_future = {pool.submit(_timed, part): part for part in parts}
+            for future in as_completed(by_future):
+                yield by_future[future], future.result()
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
@@ -170,6 +172,7 @@ def _computing(jobs: int) -> Iterator[Callable[[Part], Callable[[], dict]]]:
 
 
 def _begin_worker() -> None:
+    keep_freed_memory()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
 
@@ -198,6 +201,12 @@ def _settings(config: DictConfig) -> DictConfig:
 
 def _name(line: dict, parts: list[Part]) -> str:
     return json.dumps([line.get(name) for name in parts[0].key])
+
+
+def _write_in_order(study: Study, lines: dict[str, dict], parts: list[Part]) -> None:
+    """Those of the study's parts; parts are finished in any order."""
+    names = [_name(part.key, parts) for part in parts]
+    write_atomically(study.metrics_path, "".join(json.dumps(lines[name]) + "\n" for name in names if name in lines))
 
 
 def _write_manifest(study: Study, manifest: dict) -> None:

@@ -39,6 +39,7 @@ def against_alpha(study: Study) -> Figure:
         for panel in axes[-1]:
             panel.set(xscale="log", xlabel="alpha (more skew →)")
             ticks_at(panel.xaxis, list(study.settings.alphas))
+            panel.tick_params(axis="x", labelrotation=60)
             panel.set_xlim(max(study.settings.alphas) * 1.6, min(study.settings.alphas) / 1.6)
         note = "mean over seeds with 95 % interval; differences paired over seeds"
         finish(figure, "Workers whose labels differ", f"{note} · {study.caption()}")

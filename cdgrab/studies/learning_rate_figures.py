@@ -14,6 +14,8 @@ from .looks import label, line_style, ticks_at
 from .paired import BASELINE, LOSS
 from .verdicts import estimate
 
+APART = 1.13
+
 
 def losses_by_rate(study: Study) -> Figure:
     """Final train loss against the rate (above), and how far below D-RR (below); one column per task and optimiser."""
@@ -21,8 +23,8 @@ def losses_by_rate(study: Study) -> Figure:
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(2, len(columns), figsize=(2.9 * len(columns) + 0.6, 5.6), sharex="col")
         for (above, below), measured in zip(axes.T, columns, strict=True):
-            for sorter in measured.sorters:
-                _draw_losses(above, measured, sorter)
+            for place, sorter in enumerate(measured.sorters):
+                _draw_losses(above, measured, sorter, APART ** (place - (len(measured.sorters) - 1) / 2))
                 if sorter != BASELINE:
                     _draw_differences(below, measured, sorter)
             start = measured.rows["start_loss"].mean()
@@ -40,12 +42,14 @@ def losses_by_rate(study: Study) -> Figure:
     return figure
 
 
-def _draw_losses(panel: Axes, measured: Measured, sorter: str) -> None:
+def _draw_losses(panel: Axes, measured: Measured, sorter: str, aside: float) -> None:
+    """aside: by which factor rates are shifted where all are at the same height, not being stable."""
     rows = measured.rows[measured.rows["sorter"] == sorter]
     by_rate, stable = rows.groupby("rate")[LOSS], measured.stable_rates(sorter)
     mean, style = by_rate.mean().clip(upper=rows["start_loss"].mean() * 1.03), line_style(sorter)
     panel.plot(mean[stable], marker="o", ms=3.4, label=label(sorter), **style)
-    panel.plot(mean.drop(stable), "x", ms=5, color=style["color"])
+    unstable = mean.drop(stable)
+    panel.plot(unstable.index * aside, unstable, "x", ms=5, color=style["color"])
 
 
 def _draw_differences(panel: Axes, measured: Measured, sorter: str) -> None:

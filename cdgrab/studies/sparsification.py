@@ -71,12 +71,12 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
 
 def _trainings(settings: DictConfig, seed: int) -> list[Part]:
     """The first two methods with all sorters, the others with the last one."""
-    tasks = {task: (task, {}) for task in settings.tasks}
+    tasks = {task: (task, settings.trained, {}) for task in settings.tasks}
     if settings.resnet and "cifar10" in tasks:
-        tasks[RESNET] = ("cifar10", settings.resnet)
+        tasks[RESNET] = ("cifar10", settings.resnet_trained, settings.resnet)
     found = []
-    for name, (task, changes) in tasks.items():
-        for method in settings.trained:
+    for name, (task, methods, changes) in tasks.items():
+        for method in methods:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
                 compute = partial(sparse_training, overrides(settings, task, sorter, **changes), method, seed)
                 found.append(_part(compute, "training", method, 0, TRAINED_DENSITY, seed, name, sorter))
