@@ -85,9 +85,20 @@ class CapturedSteps(Steps):
     What `run` returns is overwritten by the next call.
     """
 
-    def __init__(self, *parts, block_steps: int, per_unit: bool) -> None:
+    def __init__(
+        self,
+        *parts,
+        block_steps: int,
+        per_unit: bool,
+        kept_steps: int | None = None,
+        observe: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """block_steps: at most, per call of `run`.
+        observe: is given the unit gradients of every `kept_steps` steps, [local workers, units, dim], which the next
+        steps overwrite; `run` then returns none. Nothing waits for the GPU, and few gradients are held."""
         super().__init__(*parts)
         self.per_unit, self.block_steps = per_unit, block_steps
+        self.kept_steps, self.observe = kept_steps or block_steps, observe
         self.parameters = self.parameters.clone()
         self.carry = [state.clone() for state in self.carry]
         self.optimiser.state = [state.clone() for state in self.optimiser.state]
@@ -108,10 +119,16 @@ class CapturedSteps(Steps):
         block = self._captured[microbatch]
         block.begin(visits.transpose(0, 1))
         clock.lap("data")
-        for _ in range(visits.shape[1]):
+        steps = visits.shape[1]
+        for step in range(1, steps + 1):
             block.replay()
+            if self.observe and (step % self.kept_steps == 0 or step == steps):
+                clock.lap("gradients")
+                self.observe(block.unit_gradients(1 + (step - 1) % self.kept_steps))
+                clock.lap("ordering")
         clock.lap("gradients")
-        return block.results(visits.shape[1])
+        seen = block.unit_gradients(steps) if self.per_unit and not self.observe else self.parameters.new_empty(0)
+        return seen, block.losses[:steps].T
 
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
@@ -124,34 +141,46 @@ class _Block:
         device, (workers, microbatch) = sample.device, sample.shape
         self._steps = steps
         self.visits = sample.expand(steps.block_steps, workers, microbatch).clone()
-        self.step = torch.zeros(1, dtype=torch.long, device=device)
+        self.step = torch.zeros(2, dtype=torch.long, device=device)  # of the block, and of those whose gradients stay
+        self.steps = torch.tensor([steps.block_steps, steps.kept_steps], device=device)
         dim, dtype = len(steps.parameters), steps.parameters.dtype
-        kept = steps.block_steps if steps.per_unit else 0
+        kept = steps.kept_steps if steps.per_unit else 0
         self.gradients = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
+        self._wide = _widest(self.gradients)
         self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
         self.replay = captured(self._one_step, device)
 
     def _one_step(self) -> None:
-        steps = self._steps
-        batch = steps.task.fetch("train", self.visits.index_select(0, self.step)[0])
+        steps, (step, place) = self._steps, self.step.split(1)
+        batch = steps.task.fetch("train", self.visits.index_select(0, step)[0])
         inputs = (steps.parameters, *steps.carry, *batch)
         unit_gradients, mean, worker_losses, *carry = steps.gradients.for_inputs(*inputs)(*inputs)
         parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
         if steps.per_unit:
-            self.gradients.index_copy_(0, self.step, unit_gradients[None])
-        self.losses.index_copy_(0, self.step, worker_losses[None].to(self.losses.dtype))
+            _as(self._wide, self.gradients).index_copy_(0, place, _as(self._wide, unit_gradients[None]))
+        self.losses.index_copy_(0, step, worker_losses[None].to(self.losses.dtype))
         _overwrite(steps._state(), [parameters, *carry, *optimiser_state])
-        self.step.copy_((self.step + 1) % steps.block_steps)
+        self.step.copy_((self.step + 1) % self.steps)
 
     def begin(self, visits: Tensor) -> None:
         """visits [steps, workers, microbatch]"""
         self.visits[: len(visits)].copy_(visits)
         self.step.zero_()
 
-    def results(self, steps: int) -> tuple[Tensor, Tensor]:
-        if not self._steps.per_unit:
-            return self.gradients.flatten(), self.losses[:steps].T
-        return self.gradients[:steps].transpose(0, 1).flatten(1, 2), self.losses[:steps].T
+    def unit_gradients(self, steps: int) -> Tensor:
+        """Of the first that are kept, [workers, units, dim]."""
+        return self.gradients[:steps].transpose(0, 1).flatten(1, 2)
+
+
+def _widest(steps: Tensor) -> torch.dtype:
+    """The type of the fewest numbers that take the memory of one of `steps`: fewer are copied faster."""
+    size = steps[:1].numel() * steps.element_size()
+    return next((wide for wide in (torch.complex128, torch.float64) if size % wide.itemsize == 0), steps.dtype)
+
+
+def _as(dtype: torch.dtype, steps: Tensor) -> Tensor:
+    """The same bits, [steps, numbers]."""
+    return steps.flatten(1).view(dtype)
 
 
 def _overwrite(targets: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:

@@ -35,7 +35,7 @@ from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
 
-BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of data and unit gradients held at once
+BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
 MOST_STEPS_PER_BLOCK = 256
 
 
@@ -76,7 +76,10 @@ class Trainer:
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
         if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
-            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit)
+            kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
+            # data is fetched step by step: a block is what runs between two looks at the losses
+            self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
+            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0
@@ -214,11 +217,16 @@ class Trainer:
         mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
-        if self.per_unit:
+        if seen.numel():
             self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))
+
+    def _observe(self, seen: Tensor) -> None:
+        """Unit gradients of the next steps, in the middle of a block, at whose end it turns out if they are finite."""
+        start = self.sorter.position
+        self.sorter.observe(range(start, start + seen.shape[1]), seen, unseen=True)
 
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
         """losses [steps], the same on all ranks, so that all of them stop together."""

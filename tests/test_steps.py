@@ -73,6 +73,19 @@ def test_captured_steps_go_on_from_what_is_loaded():
     torch.testing.assert_close(captured.parameters, plain.parameters, rtol=0, atol=1e-14)
 
 
+def test_captured_steps_hand_over_gradients_every_few_steps_and_keep_no_more():
+    trainer, plain, captured = both(TASKS["lr_hmda"], torch.device("cpu"), block_steps=5)
+    pieces = []
+    captured.kept_steps, captured.observe = 2, lambda gradients: pieces.append(gradients.clone())
+    visits = trainer.owned[:, :20].view(4, 5, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            pieces.clear()
+            seen, (rest, _) = plain.run(visits, Clock())[0], captured.run(visits, Clock())
+            assert not rest.numel() and [piece.shape[1] for piece in pieces] == [8, 8, 4]
+            torch.testing.assert_close(torch.cat(pieces, dim=1), seen, rtol=0, atol=1e-14)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_on_a_gpu_gives_the_metrics_and_orders_of_a_cpu(task, tmp_path):

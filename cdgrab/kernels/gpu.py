@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -24,15 +24,15 @@ from . import gram
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `rows` at a time, a power of two and at most 32; `columns` coordinates."""
+    """How the work is cut. `rows` at a time, 16 or 32; `columns` coordinates."""
 
     rows: int = 16
-    gram_columns: int = 64
-    gram_warps: int = 2
+    gram_columns: int = 32
+    gram_warps: int = 1
     gram_programs: int = 2048  # enough to fill a GPU several times
     columns: int = 256
     vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
-    warps: int = 2
+    warps: int = 4
     stages: int = 3  # tiles that are on their way from memory at the same time
     programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
 
@@ -42,6 +42,7 @@ MOST_BLOCKS = 512  # whose matrices are held at once
 ROUNDING = tl.constexpr(2.0**-46)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
 COUNTS += ["first", "blocks", "begin", "end", "tiles"]
+_compiled: dict[tuple, object] = {}  # by what they are compiled for; none by the interpreter
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -68,13 +69,13 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     sums, count = signs.shape
     dim = rows.shape[2]
     shape = shape or _shape_for(rows, sums, count)
-    blocks = triton.cdiv(count, shape.rows)
+    blocks = -(-count // shape.rows)
     tiles, programs = _cut(dim, shape.columns, shape.programs)
     together = rows.is_cuda or programs == 1  # the interpreter runs one program after the other: a launch per step
     strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
     where = (rows, *strides, group, count, dim // shape.vector)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "VECTOR": shape.vector, "STAGES": shape.stages}
-    sizes |= {"PROGRAMS": triton.next_power_of_2(programs), "STAY": together and tiles == 1}
+    sizes |= {"PROGRAMS": 1 << (programs - 1).bit_length(), "STAY": together and tiles == 1}
     sizes |= {"WAIT": together and programs > 1}
     products = torch.empty(2, sums, programs, shape.rows, dtype=torch.float64, device=rows.device)
     for first in range(0, blocks, MOST_BLOCKS):
@@ -82,10 +83,8 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
         matrices = _gram(where, first, some, sums, shape)
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
-            _walk_kernel[(programs, sums)](
-                *where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles,
-                **sizes, num_warps=shape.warps, launch_cooperative_grid=sizes["WAIT"],
-            )  # fmt: skip
+            arguments = (*where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles)
+            _launch(_walk_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
@@ -95,33 +94,47 @@ def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Ten
     tiles, splits = _cut(dim, shape.gram_columns, splits_wanted)
     parts = torch.empty(sums, blocks, splits, shape.rows, shape.rows, dtype=torch.float64, device=rows.device)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns, "VECTOR": shape.vector}
-    _gram_kernel[(splits, blocks, sums)](*where, parts, first, tiles, **sizes, num_warps=shape.gram_warps)
+    _launch(_gram_kernel, (splits, blocks, sums), (*where, parts, first, tiles), sizes, shape.gram_warps, False)
     return parts[:, :, 0] if splits == 1 else parts.sum(2)
+
+
+def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
+    """What Triton finds out at each launch takes it longer than many a launch runs: it is asked once per kind of
+    arguments. A kernel may rely on what is told of them here."""
+    kind = [a < 2**31 if type(a) is int else (a.dtype, a.data_ptr() % 16) for a in arguments]
+    key = (kernel.__name__, arguments[0].device, *kind, *sizes.values(), warps, together)
+    compiled = _compiled.get(key)
+    if compiled:
+        compiled[grid](*arguments, *sizes.values())
+    else:
+        options = {"num_warps": warps, "launch_cooperative_grid": together}
+        _compiled[key] = kernel[grid](*arguments, **sizes, **options)
 
 
 def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
     """How many tiles of `columns` a program gets, and how many programs at most `programs` then are needed."""
-    tiles = triton.cdiv(triton.cdiv(dim, columns), programs)
-    return tiles, triton.cdiv(dim, tiles * columns)
+    tiles = -(-dim // (columns * programs))  # not by Triton's functions: they take as long as a launch
+    return tiles, -(-dim // (tiles * columns))
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
-    dim, vector = rows.shape[2], _vector(rows)
+    dim, vector, many = rows.shape[2], _vector(rows), 32 if count > 16 else 16
     if dim <= 32:
-        return Shape(gram_columns=32, columns=32, warps=1, programs=1)
-    room = _room(rows) // sums
-    if dim <= 256 * room:  # each program keeps its coordinates of a block in registers
-        return Shape(32 if count > 16 else 16, columns=256, vector=min(vector, 2), warps=4, programs=room)
-    programs = 2 ** (max(1, room).bit_length() - 1)  # the kernel has tensors of that length, and they are powers of two
-    return Shape(columns=64 * vector, vector=vector, programs=programs)
+        return Shape(many, columns=32, warps=1, programs=1)
+    processors, shared_memory = _machine(rows.device)
+    if dim <= 256 * (2 * processors // sums):  # each program keeps its coordinates of a block in registers
+        return Shape(many, vector=min(2, vector), programs=2 * processors // sums)
+    columns, stages = 2048 // rows.element_size(), max(1, min(3, shared_memory // 2**16))
+    return Shape(columns=columns, vector=vector, stages=stages, programs=max(1, processors // sums))
 
 
-def _room(rows: Tensor) -> int:
-    """How many programs surely run at the same time: as many as have registers and shared memory."""
-    if not rows.is_cuda:
-        return 2
-    gpu = torch.cuda.get_device_properties(rows.device)
-    return gpu.multi_processor_count * (2 if gpu.shared_memory_per_multiprocessor > 150_000 else 1)
+@cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Its processors, each with the registers of two programs, and the shared memory that a program may have."""
+    if device.type != "cuda":
+        return 2, 2**16
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
 
 
 def _vector(rows: Tensor) -> int:
@@ -227,7 +240,7 @@ def _walk_kernel(
                 r += tl.sum((old * old_signs).to(tl.float64), axis=0)
                 tl.store(my_running + here, r, mask=here < dim)
                 inner += _by_thread(new, r, VECTOR)
-        tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, tl.sum(inner, axis=1))
+        tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, _by_row(inner))
         tl.debug_barrier()  # all of this program's stores come before its arrival
         if WAIT:
             tl.atomic_add(arrived + which, 1, sem="release")
@@ -240,6 +253,29 @@ def _by_thread(rows, r, VECTOR: tl.constexpr):
     """Inner products over the few coordinates that one thread holds: sums across threads take longer, and come last."""
     products = rows.to(tl.float64) * r[None, :]
     return tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1] // VECTOR, VECTOR)), axis=2)
+
+
+@triton.jit
+def _by_row(inner):
+    """The sum of each of 16 or 32 rows over all threads. Lanes of a warp hand each other half of their rows, then half
+    of those left, …: a fourth of the messages that each row by itself would take."""
+    LANES: tl.constexpr = min(32, inner.shape[1])
+    sums = tl.reshape(inner, (inner.shape[0], inner.shape[1] // LANES, LANES))
+    if inner.shape[0] == 32:
+        sums = _halved(sums)
+    sums = _halved(_halved(_halved(_halved(sums))))
+    return tl.sum(tl.reshape(sums, (inner.shape[1] // inner.shape[0], inner.shape[0])), axis=0)
+
+
+@triton.jit
+def _halved(rows):
+    """Rows [n, warps, lanes] -> [n / 2, warps, lanes]: lanes whose number has the bit n / 2 take on the second half."""
+    HALF: tl.constexpr = rows.shape[0] // 2
+    first, second = tl.split(tl.permute(tl.reshape(rows, (2, HALF, rows.shape[1], rows.shape[2])), (1, 2, 3, 0)))
+    lane = tl.arange(0, rows.shape[2])[None, None, :]
+    takes_second = (lane & HALF) != 0
+    other = tl.broadcast_to(lane ^ HALF, (HALF, rows.shape[1], rows.shape[2]))
+    return tl.where(takes_second, second, first) + tl.gather(tl.where(takes_second, first, second), other, 2)
 
 
 @triton.jit
@@ -257,6 +293,6 @@ def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
         row = tl.load(gram + j * ROWS + lane)
         # one lane's number for all lanes: a shuffle inside a warp, while a sum would take several
         plus = tl.gather(excess, tl.full((ROWS,), j, tl.int32), 0) <= 0.0
-        excess += tl.where(plus, row, -row)
+        excess = tl.where(plus, excess + row, excess - row)  # both are ready when the sign is
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs

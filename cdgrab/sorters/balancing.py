@@ -108,7 +108,8 @@ class BalancingSorter(Sorter):
 
     def _draws(self, first: int, rows: Tensor) -> Tensor:
         """Draws that belong to rows [n, ...], for this process's workers, [n, local workers]."""
-        return self._uniforms[first : first + len(rows), self.group.local].to(rows.device)
+        self._uniforms = self._uniforms.to(rows.device)  # all at once: a copy to a GPU waits for what it does
+        return self._uniforms[first : first + len(rows), self.group.local]
 
     def _submit(self, rows: Tensor) -> None:
         if self._server is None:

@@ -78,15 +78,16 @@ class Sorter(WorkerState):
             raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
         return self._order.clone()
 
-    def observe(self, positions: Tensor | Sequence[int], gradients: Tensor) -> None:
+    def observe(self, positions: Tensor | Sequence[int], gradients: Tensor, *, unseen: bool = False) -> None:
         """Tell the sorter the gradients of the next units of this epoch.
 
         positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
         gradients [local workers, k, dim], a copy is taken of whatever has to be kept. Any split of the epoch into
         calls gives the same result. A refused call changes nothing.
+        unseen: whether they are finite is for the caller to see, later maybe: to look at them is to wait for a GPU.
         """
         positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
-        self._check(positions, gradients)
+        self._check(positions, gradients, unseen)
         if not len(positions):
             return
         if self.needs_gradients:
@@ -136,7 +137,7 @@ class Sorter(WorkerState):
             **self._options(),
         }
 
-    def _check(self, positions: Tensor, gradients: Tensor) -> None:
+    def _check(self, positions: Tensor, gradients: Tensor, unseen: bool) -> None:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
         if positions.dim() != 1 or (positions.is_floating_point() and len(positions)):
@@ -152,7 +153,7 @@ class Sorter(WorkerState):
             raise CdgrabError(
                 f"positions must go on from {self.position} and end before {self.units}, got {_brief(positions)}"
             )
-        if not gradients.is_floating_point() or not all_finite(gradients):
+        if not gradients.is_floating_point() or not (unseen or all_finite(gradients)):
             raise CdgrabError(
                 f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
             )

@@ -1,7 +1,7 @@
 """Microseconds per pair position: one sign for every worker.
 
 Contenders: the published code's way (for every worker one inner product, one decision on the host, one addition), our
-kernel on blocks as the order server has them, our kernel on one position at a time; and the floor, the time it takes to
+kernel on blocks of many positions, our kernel on one position at a time; and the floor, the time it takes to
 read the rows twice at the highest bandwidth that this device shows. On a GPU also the chain, our kernel on 32
 coordinates of the same rows: each sign needs those before it, and this is what that takes with hardly a row to read.
 """
@@ -18,8 +18,7 @@ from cdgrab import kernels, train
 from .measure import alternately, finish_on, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
-# of a block: on a GPU what the training loop hands over at once, on a CPU less, as the clock has to be read sometimes
-BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": train.BLOCK_BYTES["cuda"] // 2}
+BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # of a block
 MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 CHAIN_DIM = 32

@@ -1,9 +1,11 @@
 """Peak memory of a process with CD-GraB less that with D-RR, otherwise equal runs of the LSTM, in turn.
 
 On a CPU: the largest resident set (VmHWM) of processes with one worker each. On a GPU: the most memory that tensors
-had, in one process that hosts all workers. Machine code that balancing loads (`code_bytes`: some tens of MB, whatever
-the model and the number of workers) is loaded by both and so not part of the difference; freed memory goes back to the
-system at once, unlike in ordinary runs, so that peaks are what is needed and not what happens to be kept.
+had, in such processes, which share the GPU, and in one process that hosts all workers: that one has to keep a gradient
+of each of them, since a pair's first one is gone when its second one is computed. Machine code that balancing loads
+(`code_bytes`: some tens of MB, whatever the model and the number of workers) is loaded by both and so not part of the
+difference; freed memory goes back to the system at once, unlike in ordinary runs, so that peaks are what is needed and
+not what happens to be kept.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ SORTERS = ("d_rr", "cd_grab")
 def measure(device: str, size: str) -> list[dict]:
     load_code(device)  # compiles what is not in numba's cache yet: that needs memory too
     rows = []
-    for count in WORKERS[size]:
-        processes = count if device == "cpu" else 1
+    cells = [(count, count) for count in WORKERS[size]]
+    cells += [(count, 1) for count in WORKERS[size] if device == "cuda"]
+    for count, processes in cells:
         settings = ["experiment=fig3b_lstm_wiki2", "size=paper", f"workers={count}", f"device={device}"]
         settings.append(f"task.limit={STEPS[size]}")
         found: dict[str, list[dict]] = {sorter: [] for sorter in SORTERS}
