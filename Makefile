@@ -25,12 +25,12 @@ help: ## this list
 
 setup: $(READY) ## make or refresh .venv (done by every other target when needed)
 
-$(READY): requirements.lock requirements-data.lock pyproject.toml
+$(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) must be Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment; install its venv module" >&2; exit 1; }
 	@echo "installing packages into $(VENV) (once; some minutes)"
 	@test -t 1 || quiet=--quiet; $(PIP) $${quiet:-} -r requirements.lock
-	@$(PIP) --quiet --no-deps -r requirements-data.lock
+	@$(PIP) --quiet --no-deps -r requirements-no-deps.lock
 	@# its source distribution carries the embedded sentences of GLUE, its wheel does not
 	@$(DOWNLOAD) --quiet --no-deps --no-build-isolation --no-binary vaderSentiment vaderSentiment==3.3.2
 	@$(PIP) --quiet --no-deps --no-build-isolation -e .

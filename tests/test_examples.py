@@ -8,13 +8,16 @@ import time
 
 import pytest
 
-from examples import plain, resumable, with_accelerate, with_trainer
+from examples import plain, resumable, with_accelerate, with_lightning, with_trainer
 from scripts.launcher import torchrun
 
 UNTRAINED = 2.3  # log 10
 
 
-@pytest.mark.parametrize("example", [plain, with_accelerate, with_trainer], ids=lambda module: module.__name__)
+RECIPES = [plain, with_accelerate, with_lightning, with_trainer]
+
+
+@pytest.mark.parametrize("example", RECIPES, ids=lambda module: module.__name__)
 def test_recipe_trains(example):
     with open(example.__file__) as file:
         assert len(file.readlines()) <= 60
