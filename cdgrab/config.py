@@ -216,6 +216,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
         return Path(config.run_dir)
     groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
     plain = copy.deepcopy(_experiments_own(tuple(groups)))
+    plain.size = config.size  # settings that follow it are not changed ones
     _apply(presets, plain, [])
     OmegaConf.resolve(plain)
     before, after = (flatten(OmegaConf.to_container(c)) for c in (plain, config))

@@ -51,11 +51,13 @@ COLUMN_TITLES = {"workers": "{:g} workers", "task.lr": "lr {:g}"}
 def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """`metrics` against epochs (upper row) and seconds (lower row), mean ± std over seeds for every sorter.
 
-    The paper's curves are added (dashed) only when data and settings are the paper's.
+    The paper's curves are added (dashed) only when data and settings are the paper's; seconds where they mean anything.
     """
+    rows = ("epoch", "elapsed") if group.timed else ("epoch",)
     with plt.style.context(STYLE):
-        figure, axes = plt.subplots(2, len(metrics), figsize=(4.6 * len(metrics), 5.8), squeeze=False)
-        for row, axis in zip(axes, ("epoch", "elapsed"), strict=True):
+        size = (4.6 * len(metrics), 2.4 * len(rows) + 1.0)
+        figure, axes = plt.subplots(len(rows), len(metrics), figsize=size, squeeze=False)
+        for row, axis in zip(axes, rows, strict=True):
             for panel, metric in zip(row, metrics, strict=True):
                 _draw_panel(panel, group, metric, axis, experiment)
                 _frame(panel, _converged(group, metric, experiment))

@@ -97,7 +97,7 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
         if BASELINE in group.sorters and "loss" in loss:
             target = group.curve(BASELINE, loss)["mean"].iloc[-1]
             row["epochs to D-RR's final loss"] = _shown(first_crossing(curve["mean"], target))
-        row["seconds per epoch"] = f"{curve['elapsed'].iloc[-1] / curve.index[-1]:.3f}"
+        row["seconds per epoch"] = f"{curve['elapsed'].iloc[-1] / curve.index[-1]:.3f}" if group.timed else "–"
         rows.append(row)
     return rows
 

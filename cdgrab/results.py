@@ -17,7 +17,7 @@ from .runlog import read_manifest, read_metrics
 from .tasks import TASKS
 
 RESULTS = ROOT / "results"
-LABELS = {"riffle": "riffle (published code)", "d_rr,shared=True": "D-RR, shared order"}
+LABELS = {"riffle": "riffle (no balancing)", "d_rr,shared=True": "D-RR, shared order"}
 HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
@@ -94,13 +94,20 @@ class Group:
         trained on must come from runs with all of the paper's data and settings, and all epochs.
         """
         changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
+        linear = any(m["science"].get("task.schedule.kind") == "linear" for m in self.manifests)  # ends with the epochs
+        harmless = HARMLESS - ({"epochs"} if linear else set())
         own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
         started = {name for m in self.manifests for name in pretrained_by(m)}
-        return own and changed <= HARMLESS | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
+        return own and changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
 
     def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
         """Beside the paper's curves, perplexities are those that the published code computes."""
         return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the seconds mean anything: runs that shared a GPU took turns on it."""
+        return all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
 
     def caption(self) -> str:
         return caption(self.manifests)
@@ -197,8 +204,12 @@ def _size(manifests: list[dict]) -> str:
 def _machine(manifests: list[dict]) -> str:
     """What the times were measured on, and whether runs had to share it."""
     devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
-    most = max(m.get("config", {}).get("jobs", 1) for m in manifests)
+    most = max(map(_jobs, manifests))
     return ", ".join(devices) + (f", up to {most} runs at a time" if most > 1 else "")
+
+
+def _jobs(manifest: dict) -> int:
+    return manifest.get("config", {}).get("jobs", 1)
 
 
 def _variant(manifest: dict) -> str:

@@ -177,6 +177,9 @@ class Trainer:
                 clock.lap("ordering")
                 first_parameters = self.loop.parameters.clone()
                 self.train_epoch(order, clock, bar)
+                if self._herding_is_due():
+                    self.sorter.order(self.epochs_done + 1)  # ready before it is looked at, which is not training
+                    clock.lap("ordering")
                 metrics = self.evaluate() | self._herding(first_parameters)
                 order_hash = self._order_hash(order)
                 sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
@@ -217,6 +220,7 @@ class Trainer:
         mean_losses = self.group.gather(losses).mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
+        clock.lap("gradients")  # a GPU has computed the block now; until then it was only told to
         if seen.numel():
             self.sorter.observe(range(start, start + units), seen)
             clock.lap("ordering")
@@ -270,13 +274,16 @@ class Trainer:
 
     def _herding(self, parameters: Tensor) -> dict[str, float]:
         """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
-        every, epoch = self.config.task.get("herding_every", 0), self.epochs_done + 1
-        if not every or epoch % every:
+        if not self._herding_is_due():
             return {}
         return replayed_herding(
             *(self.task, lambda *inputs: self.unit_gradients.for_inputs(*inputs)(*inputs), parameters),
-            *(self.owned, self.sorter.order(epoch), self.group, self._herding_positions()),
+            *(self.owned, self.sorter.order(self.epochs_done + 1), self.group, self._herding_positions()),
         )
+
+    def _herding_is_due(self) -> bool:
+        every = self.config.task.get("herding_every", 0)
+        return bool(every) and (self.epochs_done + 1) % every == 0
 
     def _herding_positions(self) -> int:
         """Positions whose unit gradients are held at once, in float64."""

@@ -90,7 +90,8 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
     run = compose([f"experiment={experiment}", *overrides, *columns[:1]])
     config = run.config
     if not config.sweeps[config.size]:
-        return 0  # nothing of this experiment at this size
+        print(f"{experiment}: nothing at size {config.size}")
+        return 0
     sweep = [f"{config.columns}={','.join(column.partition('=')[2] for column in columns)}"] if columns else []
     status = _launch(experiment, config, [*overrides, *sweep], seeds)
     if status not in (0, DIVERGED):

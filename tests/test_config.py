@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from cdgrab.config import choices, compose
+from cdgrab.config import choices, compose, compose_config
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sparsify import SPARSIFIERS
@@ -191,3 +191,30 @@ def test_process_counts():
     assert 4 % process_count("auto", 4) == 0
     with pytest.raises(CdgrabError, match="nproc must be"):
         process_count("many", 4)
+
+
+PAPERS_SETTINGS = {  # workers, epochs, batch, optimiser, rate, weight decay, schedule
+    "fig3a_lr_hmda": (4, 50, 16, "sgd", 5e-3, 0.0, {"kind": "constant"}),
+    "fig3b_lstm_wiki2": (4, 50, 16, "sgd", 5.0, 0.0, {"kind": "step", "every": 10, "factor": 0.1}),
+    "fig3c_mlp_m4": (32, 30, 32, "sgd", 1e-3, 0.0, {"kind": "step", "every": 10, "factor": 0.25}),
+    "fig3c_mlp_m4_4workers": (4, 30, 4, "sgd", 1e-3, 0.0, {"kind": "step", "every": 10, "factor": 0.25}),
+    "fig11_gpt2_wiki103": (64, 30, 64, "adamw", 5e-4, 1e-4, {"kind": "constant"}),
+    "table1_glue": (32, 10, 32, "adamw", 5e-4, 1e-4, {"kind": "linear"}),
+}
+
+
+@pytest.mark.parametrize("experiment", PAPERS_SETTINGS)
+def test_experiments_have_the_papers_settings(experiment):
+    config = compose_config([f"experiment={experiment}", "size=paper"])
+    task = config.task
+    found = (config.workers, config.epochs, task.batch, task.optimiser, task.lr, task.weight_decay, task.schedule)
+    assert found == PAPERS_SETTINGS[experiment]
+    assert task.optimiser == "adamw" or task.momentum == 0.9
+    assert task.get("clip") == (0.25 if task.name == "lstm_wiki2" else None)
+
+
+def test_settings_that_follow_the_size_are_in_no_folder_name():
+    """So that runs at the paper's size are recognised as the paper's."""
+    settings = ["experiment=table1_glue", "size=paper", "data=embedded"]
+    assert compose(settings).directory.parent.name == "embedded"
+    assert "pretrained_size=quick" in str(compose([*settings, "task.pretrained_size=quick"]).directory)

@@ -190,7 +190,12 @@ def test_partition_deals_every_unit_once():
 def test_truncation_gives_the_papers_counts():
     """195,285 training rows of New York become 4 x 48,816: every worker an even number of full steps."""
     task = embedded_task(truncate=True)
-    for rows, workers, batch, units in [(195_285, 4, 16, 48_816), (107_384, 32, 32, 3_354), (50_000, 64, 64, 780)]:
+    for rows, workers, batch, units in [
+        (195_285, 4, 16, 48_816),
+        (107_384, 32, 32, 3_354),
+        (50_000, 64, 64, 780),
+        (50_000, 4, 64, 12_480),
+    ]:
         task.train_units, task.workers, task.config.batch = rows, workers, batch
         assert task.partition(torch.randperm(rows)).shape == (workers, units)
 

@@ -233,6 +233,14 @@ def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch)
     run(tmp_path / "run", "epochs=1", "sorter=d_rr")
 
 
+def test_waiting_for_a_block_is_time_of_training(tmp_path, monkeypatch):
+    """On a GPU a block is computed while its losses are looked at."""
+    look = Trainer._refuse_divergence
+    monkeypatch.setattr(Trainer, "_refuse_divergence", lambda *given, **more: time.sleep(0.2) or look(*given, **more))
+    run(tmp_path / "run", "epochs=1", "sorter=d_rr")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["phases"]["gradients"] > 0.2
+
+
 def test_a_batch_larger_than_the_data_is_one_short_step(tmp_path):
     run(tmp_path / "run", "epochs=2", "task.batch=8000")
     assert read_manifest(tmp_path / "run")["sizes"]["steps_per_epoch"] == 1

@@ -30,7 +30,7 @@ class Gpt2Wiki103(Task):
     The second split is the text's validation part (which the published code calls test): its metrics are named so.
     """
 
-    name, counted = "gpt2_wiki103", "tokens"
+    name, counted = "gpt2_wiki103", "tokens used"
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         _refuse_bad_settings(config)
