@@ -27,8 +27,8 @@ class BucketHook:
         self._places = places(parameters)
         self._dim = sum(parameter.numel() for parameter in parameters)
         self._dtype = common_dtype(parameters)  # buckets have one each
-        self._gradient: Tensor | None = None
-        self._promises: list[tuple[Future, list[slice], Tensor]] = []
+        self._gradient: Tensor | None = None  # kept: fresh memory takes longer than what is written into it
+        self._promises: list[tuple[Future, Tensor, list[slice], list[Tensor]]] = []
 
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
@@ -42,17 +42,21 @@ class BucketHook:
         buffer = bucket.buffer()
         if bucket.index() == 0:  # of a new iteration, even if the one before was refused halfway
             self._promises = []
-            self._gradient = buffer.new_empty(self._dim, dtype=self._dtype)
+            if self._gradient is None or self._gradient.device != buffer.device:
+                self._gradient = buffer.new_empty(self._dim, dtype=self._dtype)
         where = [self._places[id(parameter)][1] for parameter in bucket.parameters()]
-        for place, gradient in zip(where, bucket.gradients(), strict=True):
-            self._gradient[place] = gradient.flatten()
+        gradients = bucket.gradients()  # parts of the buffer
+        for place, gradient in zip(where, gradients, strict=True):
+            self._gradient[place].view_as(gradient).copy_(gradient)
         promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._promises.append((promise, where, buffer))
+        self._promises.append((promise, buffer, where, gradients))
         if bucket.is_last():
             mean = self._average(self._gradient)
-            for kept, where, buffer in self._promises:
-                kept.set_result(torch.cat([mean[place] for place in where]).to(buffer.dtype))
-            self._promises, self._gradient = [], None
+            for kept, buffer, where, gradients in self._promises:
+                for place, gradient in zip(where, gradients, strict=True):
+                    gradient.copy_(mean[place].view_as(gradient))
+                kept.set_result(buffer)
+            self._promises = []
         return promise
 
 

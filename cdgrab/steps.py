@@ -60,9 +60,10 @@ class Steps:
         stacked = visits.transpose(0, 1).contiguous()
         batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
         compute = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
-        seen, losses = [], []
+        seen = []
+        losses = self.parameters.new_empty(visits.shape[:2])  # small tensors that stay would leave holes in the memory
         clock.lap("data")
-        for batch in batches:
+        for step, batch in enumerate(batches):
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
             clock.lap("gradients")
             if self.mean:
@@ -72,11 +73,11 @@ class Steps:
                 self.observe_share(self.mean.take_shares())
                 clock.lap("ordering")
             self.parameters = self.optimiser.step(self.parameters, mean)
-            seen.append(unit_gradients)
-            losses.append(worker_losses)
+            losses[:, step] = worker_losses
+            if unit_gradients.numel():
+                seen.append(unit_gradients)
             clock.lap("optimiser")
-        losses = torch.stack(losses, dim=1)
-        return torch.cat(seen, dim=1) if seen[0].numel() else seen[0], losses
+        return torch.cat(seen, dim=1) if seen else self.parameters.new_empty(0), losses
 
 
 class CapturedSteps(Steps):

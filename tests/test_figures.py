@@ -44,7 +44,7 @@ def group(tmp_path, monkeypatch):
 
 def test_group_reads_finished_runs_only(group):
     assert group.sorters == ["cd_grab", "d_rr", "d_rr,shared=True", "riffle"]
-    assert [group.label(s) for s in group.sorters[1:]] == ["D-RR", "D-RR, shared order", "riffle (published code)"]
+    assert [group.label(s) for s in group.sorters[1:]] == ["D-RR", "D-RR, shared order", "riffle (no balancing)"]
     curve = group.curve("cd_grab", "train_loss")
     assert curve["mean"].tolist() == pytest.approx([4.05, 3.05, 2.05, 1.05])
     assert curve["std"].tolist() == pytest.approx([0.05] * 4)  # over seeds, population form as in the paper
@@ -63,8 +63,8 @@ def test_summary_table_has_the_right_numbers(group):
     # differences -2 and -2.1: t = -2.05 / 0.05 = -41 with one degree of freedom, p = 1 - 2 atan(41) / pi
     differences = {tuple(cells[:2]): cells[2:] for cells in cells_of(text) if "−" in cells[0]}
     assert differences["CD-GraB − D-RR", "full train loss"] == ["-2.05 ± 0.05", "2 of 2 seeds", "p = 0.016"]
-    assert differences["CD-GraB − riffle (published code)", "full train loss"][0] == "-1.05 ± 0.05"
-    assert differences["riffle (published code) − D-RR, shared order", "full train loss"][0] == "-1.45 ± 0.05"
+    assert differences["CD-GraB − riffle (no balancing)", "full train loss"][0] == "-1.05 ± 0.05"
+    assert differences["riffle (no balancing) − D-RR, shared order", "full train loss"][0] == "-1.45 ± 0.05"
     assert len(differences) == 2 * 5  # three sorters against D-RR, and the two pairs above
     assert "size quick" in text and "made up, 1,234 rows" in text and "2 seeds" in text and "commit abc123" in text
     assert "0.335455" in text  # what the paper reports
@@ -81,7 +81,7 @@ def labels_of(figure):
 
 
 def test_papers_curves_are_drawn_only_beside_the_papers_own_data(group, tmp_path):
-    ours = ["CD-GraB", "D-RR", "D-RR, shared order", "riffle (published code)"]
+    ours = ["CD-GraB", "D-RR", "D-RR, shared order", "riffle (no balancing)"]
     assert labels_of(figures.learning_curves(group, METRICS, "title", FIGURE)) == ours
     own = tmp_path / FIGURE / "own"
     write_run(own, "cd_grab", "CD-GraB", 0, [0.4] * 4, papers_own=True)
@@ -124,7 +124,7 @@ def test_only_the_papers_data_and_settings_are_like_the_paper(tmp_path, folder, 
     [
         ("lr_hmda", "NJ-2017", "paper", "made up, 1,234 applications · size paper · "),
         ("lstm_wiki2", "WikiText-2-quick", "quick", "made up, 1,234 words · size quick · "),
-        ("gpt2_wiki103", "novels,epochs=8,limit=9", "paper", "1,234 tokens used · size paper with epochs=8, limit=9 · "),
+        ("gpt2_wiki103", "novels,epochs=8,limit=9", "paper", "1,234 tokens used · size paper with epochs=8, limit=9"),
         ("mlp_m4", "M4,workers=8", "paper", "1,234 windows · size paper · 4 workers"),  # workers are the columns here
     ],
 )

@@ -72,7 +72,7 @@ class CoordinatedPairBalance(PairBalance):
         if self.divided:
             if rows.shape[1] != self.workers:  # not divided yet
                 rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
-            return kernels.balance_divided(rows, running, limits, self.group.total)
+            return kernels.balance_divided(rows, running, limits, self.group.total_of_few)
         everybody = self.group.collect(rows.transpose(0, 1))
         if everybody is None:
             return torch.zeros(limits.shape, dtype=torch.int8)
