@@ -110,7 +110,7 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
         _draw_published(panel, group, metric, axis, experiment)
     panel.set(xlabel=AXIS_LABELS[axis], ylabel=textwrap.fill(AXIS_LABELS[metric], 26))
     if axis == "epoch":
-        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _draw_ours(panel: Axes, group: Group, sorter: str, metric: str, axis: str) -> None:
