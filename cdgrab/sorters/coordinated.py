@@ -55,7 +55,7 @@ class CoordinatedPairBalance(PairBalance):
         else:
             rows, self._first_share = self._first_share.sub_(share)[None], None
             self._submit(rows)
-        self.position += 1
+        self._move_on(1)
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""
