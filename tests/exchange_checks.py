@@ -6,7 +6,7 @@ import torch
 from conftest import make_gradients
 
 import cdgrab
-from cdgrab import exchange, workers
+from cdgrab import exchange, state, workers
 from cdgrab.workers import connect
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes
@@ -40,9 +40,9 @@ def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
         for start, end in ((0, 3), (3, units)):
             sorter.observe(range(start, end), local[:, start:end])
             if resume_at == (epoch, end):
-                state = sorter.state_dict()
+                saved = sorter.state_dict()
                 sorter = cdgrab.make_sorter("cd_grab", **settings, **options)
-                sorter.load_state_dict(state)
+                sorter.load_state_dict(saved)
     return torch.stack([*found, sorter.order(EPOCHS)])
 
 
@@ -61,10 +61,20 @@ def orders_from_shares(group, shape, kind):
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
             sorter.observe_share(mean.take_shares())
             if unit in (2, 3):  # go on in another one, also amid a pair
-                state = sorter.state_dict()
+                saved = sorter.state_dict()
                 sorter = make()
-                sorter.load_state_dict(state)
+                sorter.load_state_dict(saved)
+        assert not sorter.state_dict()["per_worker"]["_unpaired"].numel(), "an odd last unit waits for no pair"
     return torch.stack([*found, sorter.order(EPOCHS)])
+
+
+def states(group):
+    """Of all workers in the middle of a pair: on every process, and on the first one only."""
+    sorter = cdgrab.make_sorter("cd_grab", workers=group.workers, units=6, dim=5, seed=5, group=group)
+    sorter.order(0)
+    sorter.observe(range(3), make_gradients("random", 1, group.workers, 6, 5)[0, group.local, :3])
+    own = sorter.state_dict()
+    return state.gathered(own, group), state.collected(own, group)
 
 
 def means(group, divided):
@@ -94,5 +104,7 @@ def main(target):
     for units in (6, 7):
         local = orders_from_shares(group, (processes, units, 11), "random")
         found["shares", units] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+    found["states"] = states(connect(4))
+    assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
     if group.rank == 0:
         torch.save(found, target)

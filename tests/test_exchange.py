@@ -50,6 +50,15 @@ def test_shares_of_the_mean_gradient_give_the_same_orders(found, processes):
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
+def test_the_first_process_alone_collects_what_all_could_gather(found, processes):
+    everywhere, once = found[processes]["states"]
+    assert everywhere["per_worker"]["_unpaired"].shape == (4, 1, 5)
+    assert everywhere["per_worker"].keys() == once["per_worker"].keys() and everywhere["epoch"] == once["epoch"]
+    for name, tensor in everywhere["per_worker"].items():
+        assert torch.equal(tensor, once["per_worker"][name])
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
     for workers, *_ in SHAPES:
         for both in zip(*found[processes]["means", workers], strict=True):

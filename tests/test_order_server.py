@@ -125,6 +125,18 @@ def test_gradients_that_come_together_are_decided_in_blocks_that_fit_the_buffer(
     assert len(sizes) >= 8 and max(sizes) == max(held) == buffer_bytes / 2
 
 
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_no_single_gradient_is_saved_at_the_end_of_an_epoch(name):
+    """An odd last unit has no pair to wait for."""
+    sorter = make(name, units=9, dim=40)
+    sorter.order(0)
+    for end in (8, 9):
+        feed(sorter, make_gradients("random", 1, 3, end, 40)[0], start=sorter.position)
+        saved = sorter.state_dict()["per_worker"]
+        assert saved.get("_unpaired", torch.empty(0)).numel() == 0
+    assert sorter.order(1).shape == (3, 9)
+
+
 # -- interruptions ----------------------------------------------------------------------------------------------------
 
 

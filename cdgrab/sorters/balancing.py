@@ -232,6 +232,11 @@ class PairBalance(BalancingSorter):
         self._unpaired = self._unpaired[:, :0]
         super()._start_epoch()
 
+    def _move_on(self, units: int) -> None:
+        super()._move_on(units)
+        if self.position == self.units:  # an odd last unit has no pair: at an epoch's end nothing is kept of it
+            self._unpaired = self._unpaired[:, :0]
+
     def _take(self, gradients: Tensor) -> None:
         gradients = self._sketched(gradients)
         if self._unpaired.shape[1]:
