@@ -1,4 +1,4 @@
-"""The order server decides every row once, in order, within its buffer; sketches keep what signs need."""
+"""The order server decides every row once, in order, within its buffer, and loses none."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cdgrab
-from cdgrab import CdgrabError, herding, order_server, sketches
+from cdgrab import CdgrabError, order_server
 from cdgrab.order_server import OrderServer
 
 ROW_BYTES = 8  # of one row [1, 1] in float64
@@ -245,69 +245,6 @@ def test_signs_that_are_lost_are_refused_not_shifted():
     for ask in (sorter.state_dict, lambda: sorter.order(1)):
         with pytest.raises(CdgrabError, match="signs were lost"):
             ask()
-
-
-# -- sketches ---------------------------------------------------------------------------------------------------------
-
-kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
-
-
-@kinds
-def test_a_sketch_is_one_linear_map_for_all_workers_and_calls(kind, monkeypatch):
-    monkeypatch.setattr(sketches, "CHUNK_ENTRIES", 64)  # the Gaussian map comes in several chunks
-    make_one = lambda seed: sketches.make_sketch(kind, 8, 50, seed)  # noqa: E731
-    matrix = make_one(3)(torch.eye(50, dtype=torch.float64))
-    rows = torch.randn(2, 7, 50, dtype=torch.float64)
-    torch.testing.assert_close(make_one(3)(rows), rows @ matrix, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(make_one(4)(torch.eye(50, dtype=torch.float64)), matrix)
-
-
-@kinds
-def test_sketches_keep_inner_products_on_average(kind):
-    """Unbiased, with a standard deviation of about sqrt(2 / size) for unit vectors."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(torch.randn(2, 300, generator=generator, dtype=torch.float64), dim=1)
-    exact = float(rows[0] @ rows[1])
-    size, draws = 64, 400
-    errors = []
-    for seed in range(draws):
-        a, b = sketches.make_sketch(kind, size, 300, seed)(rows)
-        errors.append(float(a @ b) - exact)
-    errors = torch.tensor(errors)
-    assert abs(float(errors.mean())) < 4 * float(errors.std()) / draws**0.5
-    assert 0.5 / size**0.5 < float(errors.std()) < 2.0 / size**0.5
-
-
-@kinds
-def test_sketched_balancing_still_lowers_the_herding_bound(kind):
-    vectors = torch.randn(4, 256, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    bounds = {}
-    for name, options in {"none": {}, kind: {"sketch": kind, "sketch_size": 100}}.items():
-        sorter = make("cd_grab", workers=4, units=256, dim=200, **options)
-        order = sorter.order(0)
-        first = herding.parallel_herding_bound(vectors, order)
-        for epoch in range(1, 7):
-            feed(sorter, vectors.gather(1, order[:, :, None].expand(-1, -1, 200)))
-            order = sorter.order(epoch)
-        bounds[name] = herding.parallel_herding_bound(vectors, order)
-    assert bounds["none"] < bounds[kind] < 0.9 * first
-
-
-@pytest.mark.parametrize("name", GRADIENT_AWARE)
-def test_every_sorter_takes_a_sketch_and_resumes_with_it(name):
-    options = {"units": 9, "dim": 40, "sketch": "countsketch", "sketch_size": 6}
-    gradients = make_gradients("random", 3, 3, 9, 40)
-    expected = run(make(name, **options), gradients)
-    assert not torch.equal(expected, run(make(name, **options | {"sketch": "none"}), gradients))
-    sorter = make(name, **options)
-    sorter.order(0)
-    sorter.observe(range(5), gradients[0][:, :5])
-    resumed = make(name, **options)
-    resumed.load_state_dict(sorter.state_dict())
-    feed(resumed, gradients[0], start=5)
-    assert torch.equal(resumed.order(1), expected[1])
-    with pytest.raises(CdgrabError, match="sketch"):
-        make(name, **options | {"sketch": "gaussian"}).load_state_dict(sorter.state_dict())
 
 
 @pytest.mark.parametrize(
