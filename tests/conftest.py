@@ -8,15 +8,16 @@ from itertools import pairwise
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: pytest runs in several processes itself
 
-import numpy as np
-import process_runs
-import pytest
 import torch
-from filelock import FileLock
-from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
+
+import numpy as np
+import process_runs
+import pytest
+from filelock import FileLock
+from hypothesis import settings
 
 import cdgrab
 from cdgrab import kernels, reference, streams
