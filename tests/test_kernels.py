@@ -1,12 +1,15 @@
 """The compiled kernels against the plain loops: same signs, same sums; and what happens where they are missing."""
 
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
-from conftest import GRADIENT_AWARE, make, make_gradients, normal, run, uniform
+from conftest import normal, uniform
 
 from cdgrab import balance, kernels
+from cdgrab.config import ROOT
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 layouts = pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
@@ -166,12 +169,43 @@ def test_signs_on_a_gpu_are_those_of_float64_but_for_rounding_and_the_same_every
 # -- without numba or Triton ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GRADIENT_AWARE)
-def test_without_numba_the_plain_loops_give_the_same_orders(name, monkeypatch):
-    gradients = make_gradients("random", 2, 3, 9, 5)
-    expected = run(make(name, units=9), gradients, {4})
-    monkeypatch.setattr(kernels, "cpu", None)
-    assert torch.equal(run(make(name, units=9), gradients, {4}), expected)
+ORDERS = """
+import sys, warnings
+sys.path[:0] = sys.argv[2:]
+if sys.argv[1] == "blocked":
+    sys.modules.update(numba=None, triton=None)  # importing them then fails, as where they are not installed
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    import torch
+    import cdgrab, cdgrab.studies.problems
+    from cdgrab import kernels
+    if sys.argv[1] == "blocked":
+        assert kernels.cpu is kernels.divided is kernels.gpu is None
+    for name in sorted(cdgrab.SORTERS):
+        sorter = cdgrab.make_sorter(name, workers=3, units=9, dim=5, seed=5)
+        for epoch in range(2):
+            sorter.order(epoch)
+            generator = torch.Generator().manual_seed(epoch)
+            sorter.observe(range(9), torch.randn(3, 9, 5, dtype=torch.float64, generator=generator))
+        print(name, sorter.order(2).tolist())
+    rows = torch.randn(100, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for balance in (kernels.gram.balance, lambda *a: kernels.balance_divided(*a, lambda products: products)):
+        running, limits = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(100, 2, dtype=torch.float64)
+        print(balance(rows, running, limits).flatten().tolist(), [f"{x:.9f}" for x in running[0].tolist()])
+print(*[w.message for w in warned if "is not installed" in str(w.message)], sep="\\n", file=sys.stderr)
+"""
+
+
+def test_without_numba_and_triton_orders_are_the_same_and_a_warning_comes_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["-c", "installed"])
+    exec(ORDERS, {})
+    installed = capsys.readouterr()
+    assert "cd_grab [[" in installed.out and "not installed" not in installed.err
+    command = [sys.executable, "-c", ORDERS, "blocked", str(ROOT)]
+    blocked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert blocked.stdout == installed.out
+    warned = [line for line in blocked.stderr.splitlines() if line.startswith("numba is not installed")]
+    assert len(warned) == len(set(warned)) == 2  # plain loops, and blocks of rows
 
 
 def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
