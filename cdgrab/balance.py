@@ -22,6 +22,10 @@ from torch import Tensor
 
 from .errors import CdgrabError
 
+# Rows that cancel leave zero in these loops, and a tie. Where inner products are sums over blocks of rows instead, a
+# few last bits may be left, which must not decide: relative to the terms, they count as zero.
+ROUNDING = 2.0**-46
+
 
 def greedy_sign(running: Tensor, vector: Tensor) -> int:
     """+1 if <running, vector> <= 0, else −1."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .errors import CdgrabError
-from .state import WorkerState, gathered
+from .state import WorkerState, collected
 from .workers import WorkerGroup
 
 FILE = "checkpoint.pt"
@@ -26,7 +26,7 @@ def save(
 ) -> None:
     """Called by all ranks; rank 0 writes. The per-worker state of sorter and sparsifier, of all processes, goes into
     the one file."""
-    states = {name: gathered(holder.state_dict(), group) for name, holder in holders.items()}
+    states = {name: collected(holder.state_dict(), group) for name, holder in holders.items()}
     if group.rank:
         return
     content = {

@@ -77,8 +77,9 @@ def epochs(device: str) -> Figure:
 
 
 def traffic(device: str) -> Figure:
-    """Bytes per process and step, by processes and units per step."""
+    """Bytes per process and step, by processes and units per step, of gradients that are divided by coordinates."""
     found = rows("traffic", device)
+    found = found[found["dim"] == found["dim"].max()]
     bars = (
         ("allreduce_bytes", FLOOR, "all-reduce"),
         ("bytes", OURS, "ours"),
@@ -151,7 +152,9 @@ def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        if pd.isna(value):  # measured elsewhere in the table only
+            return "–"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

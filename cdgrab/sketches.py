@@ -19,7 +19,11 @@ CHUNK_ENTRIES = 2**22  # of a Gaussian map in memory at once
 
 
 class CountSketch:
-    """Every coordinate goes with a random sign to one random place. Held: one number per coordinate."""
+    """Every coordinate goes with a random sign to one random place, where they are added up one after the other: same
+    rows, same sketches to the last bit, on every device and however many rows come together.
+
+    Held: a place and a sign per coordinate (nine bytes); on a GPU also which coordinates belong to the same place.
+    """
 
     name = "countsketch"
 
@@ -28,16 +32,33 @@ class CountSketch:
         generator = streams.stream(seed, "sketch")
         self._places = torch.from_numpy(generator.integers(size, size=dim))
         self._signs = torch.from_numpy(generator.integers(2, size=dim).astype("int8") * 2 - 1)
+        self._by_place: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., dim] -> [..., size]"""
-        self._places, self._signs = self._places.to(rows.device), self._signs.to(rows.device)
-        flat = (rows * self._signs).flatten(0, -2)
-        return flat.new_zeros(len(flat), self.size).index_add_(1, self._places, flat).view(*rows.shape[:-1], self.size)
+        self._signs = self._signs.to(rows.device)
+        signed = (rows * self._signs).flatten(0, -2)
+        sums = self._in_segments(signed) if rows.is_cuda else self._one_by_one(signed)
+        return sums.view(*rows.shape[:-1], self.size)
+
+    def _one_by_one(self, signed: Tensor) -> Tensor:
+        return signed.new_zeros(len(signed), self.size).index_add_(1, self._places, signed)
+
+    def _in_segments(self, signed: Tensor) -> Tensor:
+        """The same on a GPU, whose index_add_ adds in the order in which its threads happen to come."""
+        if self._by_place is None:
+            counts = self._places.bincount(minlength=self.size)
+            self._by_place = self._places.argsort(stable=True).to(signed.device), counts.to(signed.device)
+        order, counts = self._by_place
+        lengths = counts.repeat(len(signed), 1)
+        return torch.segment_reduce(signed[:, order], "sum", lengths=lengths, axis=1, unsafe=True)
 
 
 class Gaussian:
-    """Independent normal entries of variance 1/size, made again chunk by chunk whenever they are needed."""
+    """Independent normal entries of variance 1/size, made again chunk by chunk whenever they are needed.
+
+    A product for each row: in those of matrices, last bits depend on how many rows there are.
+    """
 
     name = "gaussian"
 
@@ -49,10 +70,12 @@ class Gaussian:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., dim] -> [..., size]"""
-        sketched = rows.new_zeros(*rows.shape[:-1], self.size)
-        for number, part in enumerate(rows.split(self._chunk, dim=-1)):
-            sketched += part @ self._entries(number, part)
-        return sketched
+        flat = rows.flatten(0, -2)
+        sketched = rows.new_zeros(len(flat), self.size)
+        for number, part in enumerate(flat.split(self._chunk, dim=-1)):
+            entries = self._entries(number, part).expand(len(flat), -1, -1)
+            sketched += torch.bmm(part[:, None], entries)[:, 0]
+        return sketched.view(*rows.shape[:-1], self.size)
 
     def _entries(self, number: int, part: Tensor) -> Tensor:
         if self._single and self._whole is not None:

@@ -63,6 +63,16 @@ def gathered(state: dict, group: WorkerGroup) -> dict:
     return state | {"per_worker": {name: group.gather(tensor) for name, tensor in state["per_worker"].items()}}
 
 
+def collected(state: dict, group: WorkerGroup) -> dict | None:
+    """Like `gathered`, on the first process; None on the others, which then hold no more than their own."""
+
+    def everybodys(tensor: Tensor) -> Tensor | None:
+        return group.collect(tensor) if tensor.numel() else group.gather(tensor)  # of nothing, nothing is sent
+
+    per_worker = {name: everybodys(tensor) for name, tensor in state["per_worker"].items()}
+    return None if group.rank else state | {"per_worker": per_worker}
+
+
 def _copied(value: object) -> object:
     if isinstance(value, Tensor):
         return value.clone()

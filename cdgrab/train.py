@@ -187,16 +187,8 @@ class Trainer:
                 self.epochs_done += 1
                 phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
                 training = round(sum(phases.values()) - phases["evaluation"], 6)
-                log.record(
-                    {
-                        "epoch": self.epochs_done,
-                        **metrics,
-                        **sparsifier,
-                        "seconds": training,
-                        "order_hash": order_hash,
-                        "phases": phases,
-                    }
-                )
+                rest = {"seconds": training, "order_hash": order_hash, "phases": phases}
+                log.record({"epoch": self.epochs_done, **metrics, **sparsifier, **rest})
                 self.save()
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:

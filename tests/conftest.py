@@ -8,18 +8,19 @@ from itertools import pairwise
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: pytest runs in several processes itself
 
-import numpy as np
-import process_runs
-import pytest
 import torch
-from filelock import FileLock
-from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
+import numpy as np
+import process_runs
+import pytest
+from filelock import FileLock
+from hypothesis import settings
+
 import cdgrab
-from cdgrab import reference, streams
+from cdgrab import kernels, reference, streams
 from cdgrab.config import ROOT
 from scripts.launcher import torchrun
 
@@ -39,8 +40,10 @@ def make(name, workers=3, units=8, dim=5, **options):
 
 
 def make_gradients(kind, epochs, workers, units, dim, seed=0):
-    """[epochs, workers, units, dim]. All but `random` are whole multiples of `units`: sums, means and inner products
-    are then exact in floating point, so that exact ties are ties for every implementation."""
+    """[epochs, workers, units, dim]. Those that are neither `random` nor `cancelling` are whole multiples of `units`:
+    sums, means and inner products are then exact in floating point, so that exact ties are ties for every
+    implementation. `cancelling`: neighbouring workers have the same fractions, so that an even number of them leaves a
+    running sum of exactly zero."""
     rng = np.random.default_rng(seed)
     shape = (epochs, workers, units, dim)
     values = {
@@ -48,6 +51,10 @@ def make_gradients(kind, epochs, workers, units, dim, seed=0):
         "repeated": lambda: units * rng.integers(-3, 4, size=(3, dim))[rng.integers(3, size=shape[:3])],
         "tied": lambda: units * rng.integers(-1, 2, size=shape),
         "zero": lambda: np.zeros(shape),
+        "cancelling": lambda: (
+            rng.normal(size=(epochs, -(-workers // 2), units, dim)).repeat(2, axis=1)[:, :workers]
+            * (np.arange(units) % 2 == 0)[:, None]
+        ),
     }[kind]()
     return torch.from_numpy(values.astype(np.float64))
 
@@ -70,6 +77,14 @@ def run(sorter, gradients, cuts=(), feed=feed):
         orders.append(sorter.order(epoch))
         feed(sorter, epoch_gradients, cuts)
     return torch.stack([*orders, sorter.order(len(gradients))])
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(dtype)
+
+
+def uniform(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).uniform(-1.0, 1.0, shape))
 
 
 def walk(width, draws, r, v):
@@ -105,6 +120,29 @@ def assert_independent(permutations):
     for i, one in enumerate(permutations):
         for other in permutations[i + 1 :]:
             assert int((one == other).sum()) <= 10 and int((one == other.flip(0)).sum()) <= 10
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def on_gpu():
+    """(kernels.gpu, device): on a GPU, or on the CPU by Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        yield kernels.gpu, "cuda"
+        return
+    from triton.runtime import interpreter
+
+    patch_tensors = interpreter._patch_lang_tensor
+
+    def with_numbers(tensor, scope):  # as loop bounds; Triton 3.6 converts arrays of one number, numpy 2.4 no longer
+        patch_tensors(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
+        yield kernels.gpu, "cpu"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -6,20 +6,31 @@ import torch
 from conftest import make_gradients
 
 import cdgrab
-from cdgrab import exchange, workers
+from cdgrab import exchange, state, workers
 from cdgrab.workers import connect
 
-# workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes
-SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33)]
-KINDS = ["random", "repeated", "tied", "zero"]
+# workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, rows that are long
+SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33), (4, 6, 9001), (2, 9, 8), (6, 8, 700)]
+KINDS = ["random", "repeated", "tied", "zero", "cancelling"]
+OPTIONS = ({}, {"rule": "walk"}, {"sketch": "countsketch", "sketch_size": 4}, {"background": True})
 EPOCHS = 3
+WAYS = {  # blocks of all rows, of one row, of some
+    "divided": {"divided": True, "buffer_mb": 8.0},
+    "collected": {"divided": False, "buffer_mb": 8.0},
+    "divided, resumed": {"divided": True, "buffer_mb": 1e-5, "resume_at": (1, 3)},
+    "collected, resumed": {"divided": False, "buffer_mb": 4e-3, "resume_at": (1, 3)},
+}
 
 
-def cases():
-    for shape in SHAPES:
+def shapes(processes):
+    return [shape for shape in SHAPES if shape[0] % processes == 0]
+
+
+def cases(processes):
+    for shape in shapes(processes):
         for kind in KINDS:
-            for options in ({}, {"rule": "walk"}, {"sketch": "countsketch", "sketch_size": 4}, {"background": True}):
-                if not options or kind == "random":
+            for options in OPTIONS:
+                if not options or (kind == "random" and shape in SHAPES[:5]):
                     yield shape, kind, options
 
 
@@ -40,9 +51,9 @@ def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
         for start, end in ((0, 3), (3, units)):
             sorter.observe(range(start, end), local[:, start:end])
             if resume_at == (epoch, end):
-                state = sorter.state_dict()
+                saved = sorter.state_dict()
                 sorter = cdgrab.make_sorter("cd_grab", **settings, **options)
-                sorter.load_state_dict(state)
+                sorter.load_state_dict(saved)
     return torch.stack([*found, sorter.order(EPOCHS)])
 
 
@@ -61,10 +72,20 @@ def orders_from_shares(group, shape, kind):
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
             sorter.observe_share(mean.take_shares())
             if unit in (2, 3):  # go on in another one, also amid a pair
-                state = sorter.state_dict()
+                saved = sorter.state_dict()
                 sorter = make()
-                sorter.load_state_dict(state)
+                sorter.load_state_dict(saved)
+        assert not sorter.state_dict()["per_worker"]["_unpaired"].numel(), "an odd last unit waits for no pair"
     return torch.stack([*found, sorter.order(EPOCHS)])
+
+
+def states(group):
+    """Of all workers in the middle of a pair: on every process, and on the first one only."""
+    sorter = cdgrab.make_sorter("cd_grab", workers=group.workers, units=6, dim=5, seed=5, group=group)
+    sorter.order(0)
+    sorter.observe(range(3), make_gradients("random", 1, group.workers, 6, 5)[0, group.local, :3])
+    own = sorter.state_dict()
+    return state.gathered(own, group), state.collected(own, group)
 
 
 def means(group, divided):
@@ -79,20 +100,20 @@ def means(group, divided):
 
 def main(target):
     found = {}
-    for shape in SHAPES:
-        group = connect(shape[0])
-        for case in [case for case in cases() if case[0] == shape]:
-            key = name_of(*case)
-            for divided in (True, False):
-                local = orders(group, *case, divided, buffer_mb=8.0)
-                found[key, divided] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
-            local = orders(group, *case, True, buffer_mb=1e-5, resume_at=(1, 3))
-            found[key, "resumed"] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
-        found["means", shape[0]] = [means(group, divided) for divided in (True, False)]
     processes = workers.launched_world_size()
+    for shape in shapes(processes):
+        group = connect(shape[0])
+        for case in [case for case in cases(processes) if case[0] == shape]:
+            for how, settings in WAYS.items():
+                local = orders(group, *case, **settings)
+                found[name_of(*case), how] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+        found["means", shape[0]] = [means(group, divided) for divided in (True, False)]
     group = connect(processes)
     for units in (6, 7):
-        local = orders_from_shares(group, (processes, units, 11), "random")
-        found["shares", units] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+        for kind in ("random", "cancelling"):
+            local = orders_from_shares(group, (processes, units, 11), kind)
+            found["shares", units, kind] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+    found["states"] = states(connect(4))
+    assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
     if group.rank == 0:
         torch.save(found, target)

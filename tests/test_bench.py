@@ -9,7 +9,7 @@ import torch
 
 from cdgrab import bench_results, figures, figures_bench, kernels
 from scripts import notebook
-from scripts.bench import balance, epoch, measure, memory, peers, traffic
+from scripts.bench import balance, epoch, flips, measure, memory, peers, traffic
 from scripts.bench.__main__ import main
 
 KEYS = {  # as the issue names them
@@ -50,7 +50,7 @@ def test_rows_have_the_agreed_keys_and_plausible_values(results):
 
 
 def test_counted_traffic_is_that_of_an_all_reduce_and_a_few_numbers(results):
-    one, four = bench_results.read_rows("traffic")
+    one, four, short = bench_results.read_rows("traffic")
     assert one.keys() >= KEYS["traffic"] and (one["processes"], one["units_per_step"]) == (2, 1)
     # Half of 40,000 floats to the other process, half of their mean to it: the all-reduce, and all that D-RR sends but
     # for a float32 loss per step. The epoch's 4 pairs of 2 workers: a Gram matrix of 8 rows and a column, in float64.
@@ -60,6 +60,11 @@ def test_counted_traffic_is_that_of_an_all_reduce_and_a_few_numbers(results):
     # four units: the mean as before, and half of each of the two pair differences
     assert four["author_bytes"] == 4 * one["author_bytes"]
     assert 0 < four["bytes"] - 2 * 4 * 40_000 < 0.01 * 4 * 40_000
+    # two workers on each process, gradients so short that their sums are gathered whole: 19 floats to the other one,
+    # and a loss of each worker; by the second process also the difference of every two gradients of its two workers
+    assert (short["processes"], short["workers"], short["divided"]) == (2, 4, False)
+    assert short["d_rr_bytes"] == 4 * (19 + 2) and short["author_bytes"] == 4 * 2 * 19
+    assert short["bytes"] == 4 * (19 + 2) + 4 * 2 * 19 / 2
 
 
 def test_both_ways_of_balancing_decide_the_same():
@@ -68,6 +73,43 @@ def test_both_ways_of_balancing_decide_the_same():
     signs = balance.author_style(rows.flatten(0, 1), running)
     assert kernels.balance(rows, ours, torch.zeros(5, 3, dtype=torch.float64)).flatten().tolist() == signs
     torch.testing.assert_close(running, ours[0])
+
+
+def test_signs_of_two_kernels_are_compared_one_by_one(on_gpu):
+    gpu, device = on_gpu
+    rows = {kind: some.to(device) for kind, some in flips.some_rows(5, 40, "cpu").items()}
+    assert {kind: tuple(some.shape) for kind, some in rows.items()} == dict.fromkeys(rows, (8, 5, 40))
+    assert flips.count_flips(rows, gpu.balance) == {"signs": 120, "flips": 0, "flips_beyond": 0}
+
+
+def test_flips_are_counted_and_those_beyond_rounding_told_apart():
+    def all_alike(rows, running, limits):
+        return torch.ones(limits.shape, dtype=torch.int8)
+
+    tied = torch.eye(4)[None].repeat(3, 1, 1)  # at first every inner product is zero: + is right; then all are 1
+    assert flips.count_flips({"tied": tied}, all_alike) == {"signs": 12, "flips": 8, "flips_beyond": 8}
+    near = torch.tensor([[[1.0, 0.0], [1e-8, 1.0]]])
+    assert flips.count_flips({"near": near}, all_alike) == {"signs": 2, "flips": 1, "flips_beyond": 0}
+
+
+def test_rows_cut_short_are_walked_through_by_as_many_programs(on_gpu):
+    gpu, device = on_gpu
+    rows = torch.randn(6, 3, 2000, device=device)
+    cut, shape = balance.few_coordinates_each(rows)
+    whole = gpu._shape_for(rows, 1, 18)
+    programs = gpu._cut(2000, whole.columns, whole.programs)[1]
+    assert gpu._cut(cut.shape[2], shape.columns, shape.programs) == (1, programs) and programs > 1
+    running, limits = torch.zeros(2, cut.shape[2], dtype=torch.float64), torch.zeros(6, 3, dtype=torch.float64)
+    signs = gpu.balance(cut, running[:1].to(device), limits.to(device), shape)
+    assert torch.equal(signs.cpu(), kernels.balance(cut.cpu(), running[1:], limits))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_launches_are_timed_apart():
+    rows, running = torch.randn(4, 64, 62_006, device="cuda"), torch.zeros(1, 62_006, dtype=torch.float64).cuda()
+    limits = torch.zeros(4, 64, dtype=torch.float64).cuda()
+    found = balance.launches(lambda: kernels.balance(rows, running, limits), 4, 3)
+    assert found["gram_us"] > 0 and found["walk_us"] > 0
 
 
 def test_contenders_take_turns_and_the_first_round_does_not_count():
@@ -138,6 +180,34 @@ def test_notebooks_draw_smoke_results(results, tmp_path, monkeypatch):
 
 def test_papers_extra_memory():
     assert figures_bench.papers_extra_mib() == {"Communication": 16.51, "Dataset Sorter": 4.33}
+
+
+def test_epochs_are_measured(tmp_path):
+    epoch.main(str(tmp_path / "found"), "1", "0", "size=smoke", "device=cpu", "data=embedded", "workers=2")
+    row = epoch._row(json.loads((tmp_path / "found0").read_text()))
+    assert row["epochs"] == 1 and row["steps"] > 1 and row["dim"] == 56
+    for sorter in epoch.SORTERS:
+        assert 0 < sum(row[f"{sorter}_phases"].values()) <= row[f"{sorter}_s"] * 1.001
+    assert row["ratio"] == pytest.approx(row["cd_grab_s"] / row["d_rr_s"], rel=1e-3)
+
+
+def test_memory_is_measured(tmp_path):
+    settings = ["task=lstm_wiki2", "size=smoke", "task.limit=4", "workers=1", "device=cpu", "data=embedded"]
+    memory.main(str(tmp_path / "found"), *settings, "sorter=cd_grab")
+    found = json.loads((tmp_path / "found0").read_text())
+    assert found["peak"] > 4 * found["dim"] > 0 and found["code"] >= 0
+
+
+def test_peers_are_measured(monkeypatch):
+    if importlib.util.find_spec("grabsampler") is None:
+        pytest.skip("grab-sampler is not installed")
+    monkeypatch.setattr(peers, "PEERS", {"grab_pair": "PairBalance"})
+    monkeypatch.setattr(peers, "LEARNING_RATES", {"lr_hmda": 0.01})
+    rows = peers.measure("cpu", "smoke")
+    assert len(rows) == 2
+    for row in rows:
+        assert row.keys() >= KEYS["peers"] and row["ours_us"] > 0 and row["peer_us"] > 0
+        assert row["ours_loss"] == pytest.approx(row["peer_loss"], rel=0.2)
 
 
 def test_missing_peer_is_one_sentence(monkeypatch, capsys):

@@ -1,9 +1,11 @@
 """Exchanges between processes against one process and the oracle: orders, means, traffic."""
 
+from itertools import product
+
 import pytest
 import torch
 from conftest import make_gradients, oracle
-from exchange_checks import KINDS, SHAPES, cases, name_of
+from exchange_checks import KINDS, WAYS, cases, name_of, shapes
 from process_runs import PROCESSES
 
 import cdgrab
@@ -28,30 +30,39 @@ def alone(shape, kind, options):
     return torch.stack([*orders, sorter.order(3)])
 
 
-@pytest.mark.parametrize("how", [True, False, "resumed"], ids=["divided", "collected", "resumed"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_orders_equal_those_of_one_process(found, processes, how):
-    for case in cases():
+    for case in cases(processes):
         assert torch.equal(found[processes][name_of(*case), how], alone(*case)), case
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_divided_orders_equal_the_papers_pseudocode(found, processes, kind):
-    for shape in SHAPES:
-        orders = found[processes][name_of(shape, kind, {}), True]
+    for shape in shapes(processes):
+        orders = found[processes][name_of(shape, kind, {}), "divided"]
         assert torch.equal(orders, oracle("cd_grab", orders[0], make_gradients(kind, 3, *shape)))
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_shares_of_the_mean_gradient_give_the_same_orders(found, processes):
-    for units in (6, 7):
-        assert torch.equal(found[processes]["shares", units], alone((processes, units, 11), "random", {}))
+    for units, kind in product((6, 7), ("random", "cancelling")):
+        assert torch.equal(found[processes]["shares", units, kind], alone((processes, units, 11), kind, {}))
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_the_first_process_alone_collects_what_all_could_gather(found, processes):
+    everywhere, once = found[processes]["states"]
+    assert everywhere["per_worker"]["_unpaired"].shape == (4, 1, 5)
+    assert everywhere["per_worker"].keys() == once["per_worker"].keys() and everywhere["epoch"] == once["epoch"]
+    for name, tensor in everywhere["per_worker"].items():
+        assert torch.equal(tensor, once["per_worker"][name])
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
-    for workers, *_ in SHAPES:
+    for workers, *_ in shapes(processes):
         for both in zip(*found[processes]["means", workers], strict=True):
             for mean in both:
                 gradients = torch.randn(workers, len(mean), generator=torch.Generator().manual_seed(len(mean)))

@@ -1,4 +1,4 @@
-"""The order server decides every row once, in order, within its buffer; sketches keep what signs need."""
+"""The order server decides every row once, in order, within its buffer, and loses none."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cdgrab
-from cdgrab import CdgrabError, herding, sketches
+from cdgrab import CdgrabError, order_server
 from cdgrab.order_server import OrderServer
 
 ROW_BYTES = 8  # of one row [1, 1] in float64
@@ -30,8 +30,10 @@ class Recorder:
         return (rows[:, :, 0] % 2 * 2 - 1).to(torch.int8)
 
 
-def numbered(start, end):
-    return torch.arange(start, end, dtype=torch.float64).view(-1, 1, 1)
+def submit(server, start, end):
+    """Rows that are their own numbers."""
+    server.submit(torch.arange(start, end, dtype=torch.float64).view(-1, 1, 1))
+    server.advance()
 
 
 @given(
@@ -48,7 +50,7 @@ def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background
     for number, size in enumerate(sizes):
         if number == settle_after and (signs := server.settle()) is not None:
             found.append(signs)
-        server.submit(numbered(count, count + size))
+        submit(server, count, count + size)
         count += size
     if (signs := server.settle()) is not None:
         found.append(signs)
@@ -62,10 +64,10 @@ def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its
     decide = Recorder(delay=0.5)
     server = OrderServer(decide, 0, 4 * ROW_BYTES, background=True)
     began = time.perf_counter()
-    server.submit(numbered(0, 2))
-    server.submit(numbered(2, 4))
+    submit(server, 0, 2)
+    submit(server, 2, 4)
     assert time.perf_counter() - began < 0.45, "two blocks fit: nobody waits"
-    server.submit(numbered(4, 6))  # waits for the first
+    submit(server, 4, 6)  # waits for the first
     assert len(decide.seen) >= 2
     assert sum(block.size for block in server._running) <= 4 * ROW_BYTES
     assert len(server.settle()) == 6 and threading.main_thread() not in decide.threads
@@ -78,16 +80,18 @@ def test_what_goes_wrong_in_the_server_reaches_the_caller(background):
 
     server = OrderServer(fail, 0, 2**20, background)
     with pytest.raises(ValueError, match="no sign"):
-        server.submit(numbered(0, 1))
+        submit(server, 0, 1)
+        server.settle()
+    with pytest.raises((ValueError, CdgrabError), match="no sign|signs were lost"):  # nor is it forgotten
         server.settle()
 
 
 def test_starting_anew_forgets_what_was_collected():
     decide = Recorder()
     server = OrderServer(decide, 100 * ROW_BYTES, 2**20, background=False)
-    server.submit(numbered(0, 3))
+    submit(server, 0, 3)
     server.start(0)
-    server.submit(numbered(0, 2))
+    submit(server, 0, 2)
     assert len(server.settle()) == 2
 
 
@@ -102,67 +106,145 @@ def test_where_signs_are_decided_changes_no_order(name):
     assert all(torch.equal(orders[0], other) for other in orders[1:])
 
 
-# -- sketches ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_gradients_that_come_together_are_decided_in_blocks_that_fit_the_buffer(name, background):
+    """However many: 32 units of 3 workers, 40 numbers each, are 15 times the buffer."""
+    gradients, buffer_bytes = make_gradients("random", 1, 3, 32, 40), 2 * 1920
+    sorter = make(name, units=32, dim=40, background=background, buffer_mb=buffer_bytes / 2**20)
+    decide, sizes, held = sorter._decide, [], []
 
-kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
+    def watched(first, rows):
+        sizes.append(rows.numel() * rows.element_size())
+        held.append(rows.untyped_storage().nbytes())
+        return decide(first, rows)
 
-
-@kinds
-def test_a_sketch_is_one_linear_map_for_all_workers_and_calls(kind, monkeypatch):
-    monkeypatch.setattr(sketches, "CHUNK_ENTRIES", 64)  # the Gaussian map comes in several chunks
-    make_one = lambda seed: sketches.make_sketch(kind, 8, 50, seed)  # noqa: E731
-    matrix = make_one(3)(torch.eye(50, dtype=torch.float64))
-    rows = torch.randn(2, 7, 50, dtype=torch.float64)
-    torch.testing.assert_close(make_one(3)(rows), rows @ matrix, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(make_one(4)(torch.eye(50, dtype=torch.float64)), matrix)
-
-
-@kinds
-def test_sketches_keep_inner_products_on_average(kind):
-    """Unbiased, with a standard deviation of about sqrt(2 / size) for unit vectors."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(torch.randn(2, 300, generator=generator, dtype=torch.float64), dim=1)
-    exact = float(rows[0] @ rows[1])
-    size, draws = 64, 400
-    errors = []
-    for seed in range(draws):
-        a, b = sketches.make_sketch(kind, size, 300, seed)(rows)
-        errors.append(float(a @ b) - exact)
-    errors = torch.tensor(errors)
-    assert abs(float(errors.mean())) < 4 * float(errors.std()) / draws**0.5
-    assert 0.5 / size**0.5 < float(errors.std()) < 2.0 / size**0.5
-
-
-@kinds
-def test_sketched_balancing_still_lowers_the_herding_bound(kind):
-    vectors = torch.randn(4, 256, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    bounds = {}
-    for name, options in {"none": {}, kind: {"sketch": kind, "sketch_size": 100}}.items():
-        sorter = make("cd_grab", workers=4, units=256, dim=200, **options)
-        order = sorter.order(0)
-        first = herding.parallel_herding_bound(vectors, order)
-        for epoch in range(1, 7):
-            feed(sorter, vectors.gather(1, order[:, :, None].expand(-1, -1, 200)))
-            order = sorter.order(epoch)
-        bounds[name] = herding.parallel_herding_bound(vectors, order)
-    assert bounds["none"] < bounds[kind] < 0.9 * first
+    sorter._decide = watched
+    expected = run(make(name, units=32, dim=40), gradients)[1]
+    assert torch.equal(run(sorter, gradients)[1], expected)
+    assert len(sizes) >= 8 and max(sizes) == max(held) == buffer_bytes / 2
 
 
 @pytest.mark.parametrize("name", GRADIENT_AWARE)
-def test_every_sorter_takes_a_sketch_and_resumes_with_it(name):
-    options = {"units": 9, "dim": 40, "sketch": "countsketch", "sketch_size": 6}
-    gradients = make_gradients("random", 3, 3, 9, 40)
-    expected = run(make(name, **options), gradients)
-    assert not torch.equal(expected, run(make(name, **options | {"sketch": "none"}), gradients))
+def test_no_single_gradient_is_saved_at_the_end_of_an_epoch(name):
+    """An odd last unit has no pair to wait for."""
+    sorter = make(name, units=9, dim=40)
+    sorter.order(0)
+    for end in (8, 9):
+        feed(sorter, make_gradients("random", 1, 3, end, 40)[0], start=sorter.position)
+        saved = sorter.state_dict()["per_worker"]
+        assert saved.get("_unpaired", torch.empty(0)).numel() == 0
+    assert sorter.order(1).shape == (3, 9)
+
+
+# -- interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_loading_a_state_waits_for_blocks_that_are_still_being_decided(name):
+    gradients = make_gradients("random", 1, 3, 9, 5)
+    options = {"units": 9, "background": True, "buffer_mb": 1e-3}
+    expected = run(make(name, **options), gradients)[1]
+    saved = make(name, **options)
+    saved.order(0)
+    saved.observe(range(4), gradients[0][:, :4])
     sorter = make(name, **options)
     sorter.order(0)
-    sorter.observe(range(5), gradients[0][:, :5])
-    resumed = make(name, **options)
-    resumed.load_state_dict(sorter.state_dict())
-    feed(resumed, gradients[0], start=5)
-    assert torch.equal(resumed.order(1), expected[1])
-    with pytest.raises(CdgrabError, match="sketch"):
-        make(name, **options | {"sketch": "gaussian"}).load_state_dict(sorter.state_dict())
+    slowed_down(sorter, 0.05)
+    for unit in range(6):
+        sorter.observe([unit], -3 * gradients[0][:, unit : unit + 1])
+    sorter._server.flush()
+    sorter.load_state_dict(saved.state_dict())
+    feed(sorter, gradients[0], start=4)
+    assert torch.equal(sorter.order(1), expected)
+
+
+def slowed_down(sorter, seconds):
+    decide = sorter._decide
+
+    def slowly(first, rows):
+        time.sleep(seconds)
+        return decide(first, rows)
+
+    sorter._decide = slowly
+
+
+def test_a_refused_state_leaves_what_is_being_decided_alone():
+    gradients = make_gradients("random", 1, 3, 9, 5)
+    sorter = make("cd_grab", units=9, background=True)
+    sorter.order(0)
+    slowed_down(sorter, 0.02)
+    sorter.observe(range(6), gradients[0][:, :6])
+    with pytest.raises(CdgrabError, match="another sorter"):
+        sorter.load_state_dict(make("cd_grab", units=8).state_dict())
+    feed(sorter, gradients[0], start=6)
+    assert torch.equal(sorter.order(1), run(make("cd_grab", units=9), gradients)[1])
+
+
+class InterruptedWaits:
+    """Stands in for `_Block.wait`: Ctrl-C in every one of the given waits."""
+
+    def __init__(self, monkeypatch, numbers):
+        self.count, wait = 0, order_server._Block.wait
+
+        def interrupted(block):
+            self.count += 1
+            if self.count in numbers:
+                raise KeyboardInterrupt
+            return wait(block)
+
+        monkeypatch.setattr(order_server._Block, "wait", interrupted)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("name", GRADIENT_AWARE)
+def test_a_wait_that_is_interrupted_loses_nothing(name, number, monkeypatch):
+    """In the middle of observing, or of settling for a state: `position` says what has been taken."""
+    gradients = make_gradients("random", 1, 3, 9, 40)
+    options = {"units": 9, "dim": 40, "background": True, "buffer_mb": 2e-3}  # two rows
+    expected = run(make(name, **options), gradients)[1]
+    waits = InterruptedWaits(monkeypatch, {number})
+    sorter = make(name, **options)
+    sorter.order(0)
+    interrupted = 0
+    while sorter.position < 9 or not interrupted:
+        try:
+            while sorter.position < 9:
+                start = sorter.position
+                sorter.observe(range(start, min(9, start + 4)), gradients[0][:, start : start + 4])
+            state = sorter.state_dict()
+        except KeyboardInterrupt:
+            interrupted += 1
+            state = sorter.state_dict()
+            resumed = make(name, **options)
+            resumed.load_state_dict(state)
+            feed(resumed, gradients[0], start=resumed.position)
+            assert torch.equal(resumed.order(1), expected)
+        assert waits.count >= number or sorter.position < 9
+    assert interrupted == 1 and torch.equal(sorter.order(1), expected)
+
+
+def test_signs_that_are_lost_are_refused_not_shifted():
+    """Ctrl-C inside of deciding itself, where the running sum may have moved and the sign is gone."""
+    sorter = make("cd_grab", units=8, background=False)
+    sorter.order(0)
+    decide, calls = sorter._decide, []
+
+    def interrupted(first, rows):
+        signs = decide(first, rows)
+        calls.append(first)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return signs
+
+    sorter._decide = interrupted
+    gradients = make_gradients("random", 1, 3, 8, 5)[0]
+    sorter.observe(range(8), gradients)
+    with pytest.raises(KeyboardInterrupt):
+        sorter.order(1)
+    for ask in (sorter.state_dict, lambda: sorter.order(1)):
+        with pytest.raises(CdgrabError, match="signs were lost"):
+            ask()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 from torch import Tensor
 
@@ -11,18 +13,27 @@ from . import gram
 
 try:
     from . import cpu, divided
-except ImportError:  # numba is optional: without it the plain loops run, some hundred times slower
+except ImportError:  # numba is optional
     cpu = divided = None
 try:
     from . import gpu
-except ImportError:  # so is Triton: without it a GPU needs some operations per block of rows, and waits for the CPU
+except ImportError:  # so is Triton
     gpu = None
 
 
 def _module(tensor: Tensor):
     if tensor.device.type != "cpu":
+        if gpu is None:
+            _warn_once("Triton is not installed: signs on a GPU take some operations per block of rows, and a wait")
         return gram if gpu is None else gpu
+    if cpu is None:
+        _warn_once("numba is not installed: signs are decided by plain loops, some hundred times slower")
     return plain if cpu is None else cpu
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
@@ -33,6 +44,8 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
 def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """Like `balance` with one running sum, for rows [positions, workers, width] and running [1, width] of which other
     processes hold the other coordinates; `total` adds up a tensor over them."""
+    if divided is None and not rows.is_cuda:
+        _warn_once("numba is not installed: signs are decided by operations on blocks of rows, which is slower")
     if divided is None or rows.is_cuda:
         return gram.balance(rows, running, limits, total)
     return divided.balance_divided(rows, running, limits, total)

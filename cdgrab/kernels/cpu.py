@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numba import config, njit, prange, set_num_threads
 from torch import Tensor
 
-from ..balance import kh_threshold
+from ..balance import ROUNDING, kh_threshold
 
 LONG = 512  # coordinates from which on four rows at a time are faster
 CHUNK = 2**13  # coordinates that one thread takes at a time
@@ -64,8 +66,9 @@ def _balance(rows, running, limits, signs):
 
 @fast
 def add_four(r, v0, v1, v2, v3, s0, s1, s2, s3):
+    """One after the other, as the plain loop does: rows that cancel then leave exactly zero."""
     for i in range(r.size):
-        r[i] += s0 * v0[i] + s1 * v1[i] + s2 * v2[i] + s3 * v3[i]
+        r[i] = (((r[i] + s0 * v0[i]) + s1 * v1[i]) + s2 * v2[i]) + s3 * v3[i]
 
 
 @fast
@@ -73,7 +76,7 @@ def _add_and_multiply(r, v0, v1, v2, v3, s0, s1, s2, s3, w0, w1, w2, w3):
     """Add four signed rows v to r; then the inner products of r with four rows w, and of these with each other."""
     r0 = r1 = r2 = r3 = g01 = g02 = g03 = g12 = g13 = g23 = 0.0
     for i in range(r.size):
-        x = r[i] + (s0 * v0[i] + s1 * v1[i] + s2 * v2[i] + s3 * v3[i])
+        x = (((r[i] + s0 * v0[i]) + s1 * v1[i]) + s2 * v2[i]) + s3 * v3[i]
         r[i] = x
         a, b, c, d = np.float64(w0[i]), np.float64(w1[i]), np.float64(w2[i]), np.float64(w3[i])
         r0 += x * a
@@ -193,13 +196,29 @@ def _balance_kh(rows, running, q, penalties, uniforms, signs):
 
 
 @fast
+def walk(gram, inner, limits, signs):
+    """Signs of rows from their products with each other (right of the diagonal, and on it) and, overwritten, with r.
+
+    A row goes + whose inner product is at or below its limit at its turn, but for rounding: that of the terms it is the
+    sum of, and that of r, in which rows as long as any of these may have cancelled.
+    """
+    count = len(limits)
+    sizes, longest = np.abs(inner), 0.0
+    for j in range(count):
+        longest = max(longest, gram[j, j])
+    for j in range(count):
+        excess = inner[j] - limits[j] - ROUNDING * (sizes[j] + math.sqrt(gram[j, j]) * math.sqrt(longest))
+        sign = 1.0 if excess <= 0.0 else -1.0
+        signs[j] = sign
+        for i in range(j + 1, count):
+            inner[i] += sign * gram[j, i]
+            sizes[i] += abs(gram[j, i])
+
+
+@fast
 def _recursion(gram, inner, limits, signs):
-    for b in range(inner.shape[0]):
-        for j in range(inner.shape[1]):
-            sign = 1.0 if inner[b, j] <= limits[b, j] else -1.0
-            signs[b, j] = sign
-            for i in range(j + 1, inner.shape[1]):
-                inner[b, i] += sign * gram[b, j, i]
+    for b in range(len(inner)):
+        walk(gram[b], inner[b], limits[b], signs[b])
 
 
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:

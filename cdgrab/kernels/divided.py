@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu import add_four, fast
+from .cpu import add_four, fast, walk
 
 ROWS_AT_ONCE = 64  # with more, the products cost more than the exchanges that they save
 CHUNK = 2**11  # coordinates of five rows that fit into the fastest cache
@@ -55,12 +55,10 @@ def _multiply_all(rows, r, products):
 
 @fast
 def _decide_and_add(rows, r, limits, products, signs):
-    inner, s = products[-1], np.zeros(len(products[-1]))
+    s = np.zeros(len(products[-1]))
+    walk(products, products[-1], limits, s)
     for j in range(len(rows)):
-        s[j] = 1.0 if inner[j] <= limits[j] else -1.0
         signs[j] = np.int8(s[j])
-        for i in range(j + 1, len(rows)):
-            inner[i] += s[j] * products[j, i]
     for start in range(0, r.size, CHUNK):
         end = min(start + CHUNK, r.size)
         for i in range(0, len(rows), 4):

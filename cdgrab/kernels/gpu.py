@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import balance as plain
 from . import gram
 
 
@@ -38,8 +39,7 @@ class Shape:
 
 
 MOST_BLOCKS = 512  # whose matrices are held at once
-# Rows that cancel leave zero in the plain loop and a few last bits here, which must not decide.
-ROUNDING = tl.constexpr(2.0**-46)
+ROUNDING = tl.constexpr(plain.ROUNDING)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
 COUNTS += ["first", "blocks", "begin", "end", "tiles"]
 _compiled: dict[tuple, object] = {}  # by what they are compiled for; none by the interpreter

@@ -2,7 +2,7 @@
 
 For rows D and a running sum r, with G = D·Dᵀ and c = D·r, row j's inner product with the running sum at its turn is
 c_j + Σ_{i<j} s_i G_ij: the signs follow from a recursion over numbers, and then r += Σ s_j D_j. Rows are float64, so
-the signs are those of the plain loop but for exact inner products within rounding of the limit.
+the signs are those of the plain loop but for exact inner products within rounding of the limit, which count as ties.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..balance import kh_threshold
+from ..balance import ROUNDING, kh_threshold
 
 try:
     from . import cpu
@@ -77,8 +77,9 @@ def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
     """gram [sums, rows, rows], inner and limits [sums, rows] -> signs [sums, rows] as ±1.0"""
     if cpu:
         return cpu.recursion(gram, inner, limits)
-    inner, signs = inner.clone(), torch.empty_like(inner)
+    inner, signs, lengths = inner.clone(), torch.empty_like(inner), gram.diagonal(dim1=1, dim2=2).sqrt()
+    sizes = inner.abs() + lengths * lengths.amax(1, keepdim=True) + gram.abs().triu(1).sum(1)
     for j in range(gram.shape[1]):
-        signs[:, j] = torch.where(inner[:, j] <= limits[:, j], 1.0, -1.0)
+        signs[:, j] = torch.where(inner[:, j] - limits[:, j] <= ROUNDING * sizes[:, j], 1.0, -1.0)
         inner += signs[:, j, None] * gram[:, j]
     return signs

@@ -36,7 +36,7 @@ def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0,
     Options: `initial` (random | identity) for those that keep an order; `shared` for d_rr; `rule` (greedy | walk) and
     `walk_width` for the balancing sorters; `epochs`, `delta` for kh; for all that look at gradients `sketch` (none |
     gaussian | countsketch) and `sketch_size`, and where signs are decided: `background` (auto | true | false) and how
-    much may wait for it, `buffer_mb`.
+    much may wait for it on a CPU, `buffer_mb`; on a GPU blocks of up to 64 MiB are decided at once.
     """
     refuse_unknown_options("sorter", name, options, sorter_options(name))
     return _class(name)(workers=workers, units=units, dim=dim, seed=seed, group=group, **options)

@@ -13,12 +13,13 @@ from .. import kernels, streams
 from ..balance import kh_penalties, reorder, reorder_pairs
 from ..checks import count, number
 from ..errors import CdgrabError
-from ..order_server import BACKGROUND, OrderServer, in_background
+from ..order_server import BACKGROUND, LOST, OrderServer, in_background
 from ..sketches import make_sketch
 from .base import Sorter
 
 RULES = ("greedy", "walk")
 BLOCK_BYTES = 2**20  # of rows: much less at a time is a matter of calls rather than of numbers
+GPU_BLOCK_BYTES = 2**26  # a GPU is only busy with many at once
 
 
 class BalancingSorter(Sorter):
@@ -27,6 +28,7 @@ class BalancingSorter(Sorter):
     needs_gradients = True
     options = ("initial", "rule", "walk_width", "sketch", "sketch_size", "buffer_mb", "background")
     per_worker = ("_order", "_signs", "_running")
+    units_per_row = 1
 
     def __init__(
         self,
@@ -72,6 +74,18 @@ class BalancingSorter(Sorter):
     def _block_bytes(self) -> float:
         """Rows that come together before they are decided."""
         return min(BLOCK_BYTES, self._buffer_bytes / 2)
+
+    def _units_at_once(self, gradients: Tensor) -> int:
+        """As many as make a block. A GPU gets blocks of up to 64 MiB whatever `buffer_mb` is: smaller ones are a
+        matter of launches."""
+        block = max(GPU_BLOCK_BYTES, self._block_bytes()) if gradients.is_cuda else self._block_bytes()
+        row = self.local_workers * self.row_dim * max(4, gradients.element_size())
+        return max(1, int(block / row)) * self.units_per_row
+
+    def _move_on(self, units: int) -> None:
+        super()._move_on(units)
+        if self._server:
+            self._server.advance()
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, row_dim]."""
@@ -127,10 +141,11 @@ class BalancingSorter(Sorter):
 
     def _settle(self) -> None:
         """Wait for the signs of everything observed."""
-        signs = self._server.settle() if self._server else None
+        signs, end = self._server.settle() if self._server else None, self._decided()
         if signs is not None:
-            end = self._decided()
             self._signs[:, end - len(signs) : end] = self._local(signs).T
+        if (self._server and self._server.taken != end) or not self._signs[:, :end].all():
+            raise CdgrabError(LOST)
 
     def _local(self, signs: Tensor) -> Tensor:
         """What `_decide` found for this process's workers, [n, local workers]."""
@@ -142,6 +157,12 @@ class BalancingSorter(Sorter):
         return self._running
 
     # -- state --------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: dict) -> None:
+        """See `Sorter.load_state_dict`."""
+        if self._server:
+            self._server.rest()  # who decides now adds to the sums that are about to be replaced
+        super().load_state_dict(state)
 
     def state_dict(self) -> dict:
         """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
@@ -191,6 +212,7 @@ class PairBalance(BalancingSorter):
 
     label = "ID-GraB (PairBal)"
     per_worker = (*BalancingSorter.per_worker, "_unpaired")
+    units_per_row = 2
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -209,6 +231,11 @@ class PairBalance(BalancingSorter):
     def _start_epoch(self) -> None:
         self._unpaired = self._unpaired[:, :0]
         super()._start_epoch()
+
+    def _move_on(self, units: int) -> None:
+        super()._move_on(units)
+        if self.position == self.units:  # an odd last unit has no pair: at an epoch's end nothing is kept of it
+            self._unpaired = self._unpaired[:, :0]
 
     def _take(self, gradients: Tensor) -> None:
         gradients = self._sketched(gradients)

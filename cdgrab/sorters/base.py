@@ -82,17 +82,24 @@ class Sorter(WorkerState):
         """Tell the sorter the gradients of the next units of this epoch.
 
         positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
-        gradients [local workers, k, dim], a copy is taken of whatever has to be kept. Any split of the epoch into
-        calls gives the same result. A refused call changes nothing.
+        gradients [local workers, k, dim], a copy is taken of whatever has to be kept. A refused call changes nothing;
+        after an interrupted one `position` says what was taken.
+        Any split of the epoch into calls gives the same result: to the last bit on a CPU, where this process holds all
+        coordinates. On a GPU, or divided between processes, rows are decided in blocks whose inner products are added
+        up in another order when they are split elsewhere: inner products within rounding (some 1e-13 of |r|·|v|) of
+        their limit may then fall on its other side.
         unseen: whether they are finite is for the caller to see, later maybe: to look at them is to wait for a GPU.
         """
         positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
         self._check(positions, gradients, unseen)
         if not len(positions):
             return
-        if self.needs_gradients:
-            self._take(gradients)
-        self.position += len(positions)
+        if not self.needs_gradients:
+            self.position += len(positions)
+            return
+        for some in gradients.split(self._units_at_once(gradients), dim=1):
+            self._take(some)
+            self._move_on(some.shape[1])
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -103,6 +110,14 @@ class Sorter(WorkerState):
     def _take(self, gradients: Tensor) -> None:
         """Use gradients [local workers, k, dim], of any floating-point type, of positions `self.position` onwards."""
         raise NotImplementedError
+
+    def _units_at_once(self, gradients: Tensor) -> int:
+        """How many units `_take` is given at a time."""
+        return gradients.shape[1]
+
+    def _move_on(self, units: int) -> None:
+        """These many have been taken. Whatever may be interrupted comes after `position` has moved on."""
+        self.position += units
 
     def _start_epoch(self) -> None:
         """Called when a new epoch's order has been made."""

@@ -15,9 +15,11 @@ from .balancing import BLOCK_BYTES, PairBalance
 class CoordinatedPairBalance(PairBalance):
     """CD-GraB: the same pair differences, balanced against ONE running sum, workers in rank order at each position.
 
-    With several processes, short rows are collected on the first one, which decides all signs and hands them out at the
-    epoch's end. Long ones are divided by coordinates: a process keeps its share of everybody's rows and of the running
-    sum, and the shares' inner products are added up. No process then holds the rows of all workers.
+    With several processes, short rows (row length × processes <= `workers.WHOLE`, 65,536) are collected on the first
+    one, which decides all signs and hands them out at the epoch's end: it holds all workers' rows, of as many positions
+    as fill `buffer_mb`, at least of one (of 64 workers on 4 processes at most 64 × 16,384 numbers). Long ones are
+    divided by coordinates: a process keeps its share of everybody's rows and of the running sum, and the shares' inner
+    products are added up. No process then holds the rows of all workers.
     """
 
     label = "CD-GraB"
@@ -55,7 +57,12 @@ class CoordinatedPairBalance(PairBalance):
         else:
             rows, self._first_share = self._first_share.sub_(share)[None], None
             self._submit(rows)
-        self.position += 1
+        self._move_on(1)
+
+    def _move_on(self, units: int) -> None:
+        super()._move_on(units)
+        if self.position == self.units:
+            self._first_share = None
 
     def _decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from .. import streams
 from ..errors import CdgrabError
+
+try:
+    from numba import njit
+except ImportError:  # numba is optional: the same loops, much slower
+
+    def njit(**options):
+        return lambda function: function
+
 
 KINDS = ("least_squares", "logistic", "tanh_neuron")
 NEWTON_STEPS = 50  # far more than convex problems of this size take

@@ -2,19 +2,28 @@
 
 Contenders: the published code's way (for every worker one inner product, one decision on the host, one addition), our
 kernel on blocks of many positions, our kernel on one position at a time; and the floor, the time it takes to
-read the rows twice at the highest bandwidth that this device shows. On a GPU also the chain, our kernel on 32
-coordinates of the same rows: each sign needs those before it, and this is what that takes with hardly a row to read.
+read the rows twice at the highest bandwidth that this device shows. On a GPU also
+
+* `ours_training_us`: on blocks as large as training hands over, half of `train.BLOCK_BYTES` (two gradients, one row);
+* `chain_us`: our kernel on 32 coordinates of the same rows: each sign needs those before it, and this is what that
+  takes with hardly a row to read; `chain_programs_us`: the same with 32 coordinates for each of the programs that the
+  whole rows are cut for, so that they wait for each other as often;
+* `gram_us`, `walk_us`: its two kinds of launches apart, by the GPU's clock, at 64 workers and 62,006 coordinates;
+* `signs`, `flips`, `flips_beyond`: see `count_flips`.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from cdgrab import kernels, train
 
+from .flips import count_flips, some_rows
 from .measure import alternately, finish_on, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
@@ -22,6 +31,7 @@ BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # of a block
 MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 CHAIN_DIM = 32
+LAUNCHES = (64, 62_006)  # workers and dim at which they are timed one by one
 BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
 REPEATS = {"smoke": 2, "quick": 5, "full": 15}
@@ -77,6 +87,12 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
     if device == "cuda":
         few, few_running = rows[..., :CHAIN_DIM], running[:, :CHAIN_DIM].clone()
         contenders["chain_us"] = (lambda: kernels.balance(few, few_running, limits), block)
+        trained = max(1, min(block, train.BLOCK_BYTES["cuda"] // 2 // position_bytes))
+        contenders["ours_training_us"] = (lambda: kernels.balance(rows[:trained], running, limits[:trained]), trained)
+    if device == "cuda" and kernels.gpu and dim > CHAIN_DIM:
+        cut, shape = few_coordinates_each(rows)
+        cut_running = running[:, : cut.shape[2]].clone()
+        contenders["chain_programs_us"] = (lambda: kernels.gpu.balance(cut, cut_running, limits, shape), block)
     bandwidth_tests = {"read": source.sum, "copy": lambda: target.copy_(source)}
     calls = {key: call for key, (call, _) in contenders.items()} | bandwidth_tests
     seconds = alternately(calls, repeats, finish_on(device))
@@ -85,11 +101,45 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
     row = {"device": device, "workers": workers, "dim": dim}
     for key, (_, positions) in contenders.items():
         row |= summary(key, [1e6 * s / positions for s in seconds[key]])
+    if device == "cuda":
+        row |= count_flips(some_rows(workers, dim, device))
+    if device == "cuda" and kernels.gpu and (workers, dim) == LAUNCHES:
+        row |= launches(contenders["ours_us"][0], block, repeats)
     return row | {
         "floor_us": float(f"{1e6 * 2 * position_bytes / bandwidth:.5g}"),
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "block_positions": block,
     }
+
+
+def few_coordinates_each(rows: Tensor) -> tuple[Tensor, object]:
+    """Rows cut short, and a shape for which as many programs walk through them as through the whole ones."""
+    shape = kernels.gpu._shape_for(rows, 1, rows.shape[0] * rows.shape[1])
+    _, programs = kernels.gpu._cut(rows.shape[2], shape.columns, shape.programs)
+    cut = rows[..., : programs * CHAIN_DIM].contiguous()
+    return cut, replace(shape, columns=CHAIN_DIM, vector=1, warps=1, programs=programs)
+
+
+def launches(call, positions: int, repeats: int) -> dict[str, float | list[float]]:
+    """Microseconds per position of the launches that multiply rows with each other, and of those that walk."""
+    launch, found = kernels.gpu._launch, {"gram_us": [], "walk_us": []}
+    for _ in range(repeats):
+        marks = []
+
+        def marked(kernel, *arguments, marks=marks):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            launch(kernel, *arguments)
+            events[1].record()
+            marks.append((kernel.__name__, events))
+
+        with patch.object(kernels.gpu, "_launch", marked):
+            call()
+        torch.cuda.synchronize()
+        for key, values in found.items():
+            milliseconds = [a.elapsed_time(b) for name, (a, b) in marks if name == f"_{key.removesuffix('us')}kernel"]
+            values.append(1e3 * sum(milliseconds) / positions)
+    return {key: value for name, values in found.items() for key, value in summary(name, values).items()}
 
 
 def _rows(positions: int, workers: int, dim: int, device: str) -> Tensor:

@@ -45,7 +45,7 @@ def measure(device: str, size: str) -> list[dict]:
         return []
     torch.set_num_threads(1)
     rows = []
-    for task in ("lr_hmda", "digits_mlp"):
+    for task in LEARNING_RATES:
         for sorter in PEERS:
             found = [_both(_task(task, sorter, seed, device), EPOCHS[size], device) for seed in range(SEEDS[size])]
             for what, ours in (("same loop", "ours"), ("own loop", "library")):

@@ -2,6 +2,11 @@
 
 Beside them stand what a plain all-reduce of the mean gradient sends, and what the published code sends: everybody's
 unit gradients to everybody.
+
+The last row has several workers per process and short gradients: MLP-M4's. Those are not divided by coordinates but
+gathered whole (up to `workers.WHOLE` numbers of all processes): that sends processes / 2 times the bytes of an
+all-reduce, but they are few, and one collective is faster than two with less traffic. Pair differences go to one
+process, in blocks.
 """
 
 from __future__ import annotations
@@ -24,36 +29,43 @@ from .measure import under_torchrun
 DIM = {"smoke": 40_000, "quick": 1_080_000, "full": 1_080_000}  # the LSTM's
 PROCESSES = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
 UNITS_PER_STEP = (1, 4)
+SHORT = {"smoke": (2, 4, 19), "quick": (4, 32, 5_569), "full": (4, 32, 5_569)}  # processes, workers, dim
 STEPS = 8
 FLOAT = 4  # bytes
 
 
 def measure(device: str, size: str) -> list[dict]:
     """The same on every device: what is sent does not depend on it."""
-    rows = []
+    rows, last = [], []
     for processes in PROCESSES[size]:
-        found = under_torchrun("scripts.bench.traffic", processes, (DIM[size],))
-        for units in UNITS_PER_STEP:
-            counted = [by_rank[str(units)] for by_rank in found]
-            rows.append({"device": device} | _row(processes, units, DIM[size], counted))
-            print("  {processes} processes, {units_per_step} units per step: {bytes:,} bytes, all-reduce "
-                  "{allreduce_bytes:,}, author-style {author_bytes:,}".format(**rows[-1]), flush=True)  # fmt: skip
-    return rows
+        cases = [(processes, units, DIM[size]) for units in UNITS_PER_STEP]
+        if processes == SHORT[size][0]:
+            cases.append((SHORT[size][1], 1, SHORT[size][2]))
+        found = under_torchrun("scripts.bench.traffic", processes, ["/".join(map(str, case)) for case in cases])
+        for number, case in enumerate(cases):
+            row = {"device": device} | _row(processes, *case, [by_rank[number] for by_rank in found])
+            print("  {workers} workers on {processes} processes, {units_per_step} units per step, dim {dim}: "
+                  "{bytes:,} bytes, all-reduce {allreduce_bytes:,}, author-style {author_bytes:,}".format(**row),
+                  flush=True)  # fmt: skip
+            (last if case[0] > processes else rows).append(row)
+    return [*rows, *last]
 
 
-def _row(processes: int, units: int, dim: int, counted: list[dict[str, float]]) -> dict:
+def _row(processes: int, count: int, units: int, dim: int, counted: list[dict[str, float]]) -> dict:
     """Of the process that sends most."""
     allreduce = round(2 * (processes - 1) / processes * dim * FLOAT)
     most = max(by_sorter["cd_grab"] for by_sorter in counted)
     return {
         "processes": processes,
+        "workers": count,
         "units_per_step": units,
         "bytes": round(most),
         "allreduce_bytes": allreduce,
-        "author_bytes": (processes - 1) * units * dim * FLOAT,
+        "author_bytes": (processes - 1) * (count // processes) * units * dim * FLOAT,
         "d_rr_bytes": round(max(by_sorter["d_rr"] for by_sorter in counted)),
         "ratio": round(most / allreduce, 5),
         "dim": dim,
+        "divided": dim * processes > workers.WHOLE,
     }
 
 
@@ -78,13 +90,12 @@ class Pull(Task):
         return 0.5 * (parameters["weight"][0] - batch[0][..., None]).square().mean(0).sum(), carry
 
 
-def bytes_per_step(sorter: str, units_per_step: int, dim: int) -> float:
-    processes = workers.launched_world_size()
-    per_step = units_per_step * processes
+def bytes_per_step(sorter: str, count: int, units_per_step: int, dim: int) -> float:
+    per_step = units_per_step * count
     run = compose(
-        [f"sorter={sorter}", f"workers={processes}", f"task.batch={per_step}", "task.dtype=float32", "data=embedded"]
+        [f"sorter={sorter}", f"workers={count}", f"task.batch={per_step}", "task.dtype=float32", "data=embedded"]
     )
-    group = workers.connect(processes)
+    group = workers.connect(count)
     trainer = Trainer(run, Pull(run, dim, per_step * STEPS), group, torch.device("cpu"))
     before = group.traffic.sent
     with torch.no_grad():
@@ -92,12 +103,12 @@ def bytes_per_step(sorter: str, units_per_step: int, dim: int) -> float:
     return (group.traffic.sent - before) / trainer.steps
 
 
-def main(target: str, dim: str) -> None:
+def main(target: str, *cases: str) -> None:
+    """cases: workers/units per step/dim"""
     torch.set_num_threads(1)
-    found = {
-        units: {sorter: bytes_per_step(sorter, units, int(dim)) for sorter in ("d_rr", "cd_grab")}
-        for units in UNITS_PER_STEP
-    }
+    found = [
+        {sorter: bytes_per_step(sorter, *map(int, case.split("/"))) for sorter in ("d_rr", "cd_grab")} for case in cases
+    ]
     Path(f"{target}{workers.launched_rank()}").write_text(json.dumps(found))
     workers.disconnect()
 

@@ -1,0 +1,214 @@
+"""The compiled kernels against the plain loops: same signs, same sums; and what happens where they are missing."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from conftest import normal, uniform
+
+from cdgrab import balance, kernels
+from cdgrab.config import ROOT
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+layouts = pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+rules = pytest.mark.parametrize("width", [0.0, 6.0], ids=["greedy", "walk"])
+
+
+def make_rows(positions, workers, dim, dtype, strided):
+    """Rows with a repeated pair and a zero row; strided as the sorters pass them: [workers, positions] transposed."""
+    rows = normal(positions, workers, dim, dtype=dtype)
+    rows[5], rows[7] = rows[4], 0.0
+    return rows.transpose(0, 1).contiguous().transpose(0, 1) if strided else rows
+
+
+@pytest.fixture(params=["numba", "gram", "triton"])
+def fast(request):
+    """(module, device) of a fast version."""
+    if request.param == "numba":
+        return pytest.importorskip("cdgrab.kernels.cpu"), "cpu"
+    if request.param == "gram":
+        return kernels.gram, "cpu"
+    return request.getfixturevalue("on_gpu")
+
+
+def assert_same_by_both(fast, function, *arguments):
+    """The fast and the plain version give the same signs and leave the same sums behind."""
+    module, device = fast
+    by_plain, by_fast = (
+        [a.to(where).clone(memory_format=torch.preserve_format) for a in arguments] for where in ("cpu", device)
+    )
+    expected, signs = getattr(balance, function)(*by_plain), getattr(module, function)(*by_fast)
+    assert signs.dtype == expected.dtype == torch.int8 and torch.equal(signs.cpu(), expected)
+    assert 0.2 < (expected > 0).double().mean() < 0.8, "not a test if all signs are alike"
+    for compiled, plain in zip(by_fast, by_plain, strict=True):
+        torch.testing.assert_close(compiled.cpu(), plain, rtol=1e-12, atol=1e-12)
+
+
+@dtypes
+@layouts
+@rules
+@pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])
+def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, monkeypatch):
+    monkeypatch.setattr(kernels.gram, "ROWS_AT_ONCE", {"cpu": 32, "cuda": 32})  # several blocks, the last one short
+    rows, limits = make_rows(40, 3, 19, dtype, strided), width * uniform(40, 3)
+    assert_same_by_both(fast, "balance", rows, torch.zeros(sums, 19, dtype=torch.float64), limits)
+    assert_same_by_both(fast, "balance", rows, normal(sums, 19, seed=1), limits)
+
+
+def long_rows_by(how, monkeypatch):
+    """A module whose `balance` is the version for long rows."""
+    compiled = pytest.importorskip("cdgrab.kernels.cpu")
+    if how == "by threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if how != "divided":
+        return types.SimpleNamespace(balance=compiled.balance)
+    monkeypatch.setattr(kernels.divided, "ROWS_AT_ONCE", 10)
+    alone = lambda products: products  # noqa: E731
+    return types.SimpleNamespace(balance=lambda *arguments: kernels.balance_divided(*arguments, alone))
+
+
+@rules
+@pytest.mark.parametrize("workers", [3, 8, 9])
+@pytest.mark.parametrize(
+    ("how", "dim", "dtype"),
+    [
+        *[("four rows at a time", dim, dtype) for dim in (600, 2**13 + 5) for dtype in (torch.float32, torch.float64)],
+        ("by threads", 2**13 + 5, torch.float32),
+        *[("divided", 2**13 + 5, dtype) for dtype in (torch.float32, torch.float64)],
+    ],
+)
+def test_long_rows_are_balanced_as_by_the_plain_loop(how, dim, dtype, workers, width, monkeypatch):
+    """Longer than a chunk of coordinates; in groups and blocks that are not always full."""
+    rows, limits = make_rows(9, workers, dim, dtype, strided=True), 10 * width * uniform(9, workers)
+    assert_same_by_both((long_rows_by(how, monkeypatch), "cpu"), "balance", rows, normal(1, dim, seed=1), limits)
+
+
+@dtypes
+@layouts
+@rules
+def test_fast_centred_balance_equals_the_plain_loop(fast, dtype, strided, width):
+    running, stale_mean, fresh_sum = normal(3, 3, 19, seed=1)
+    rows = make_rows(40, 3, 19, dtype, strided)
+    assert_same_by_both(fast, "balance_centred", rows, running, stale_mean, fresh_sum, width * uniform(40, 3))
+
+
+@dtypes
+@layouts
+def test_fast_kernel_halving_equals_the_plain_loop(fast, dtype, strided):
+    rows, penalties = make_rows(40, 3, 19, dtype, strided), balance.kh_penalties(40, 2, 10)
+    rows[20:] *= 0.03  # small rows after large ones: the branch with rho > 1
+    q = torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64)
+    assert_same_by_both(fast, "balance_kh", rows, normal(3, 19, seed=1), q, penalties, uniform(40, 3))
+
+
+@pytest.mark.parametrize("sums", [1, 3], ids=["shared", "own"])
+def test_many_programs_balance_as_one(on_gpu, sums, monkeypatch):
+    """Several coordinates' programs with several tiles each, several launches, a last block that is not full."""
+    gpu, device = on_gpu
+    monkeypatch.setattr(gpu, "MOST_BLOCKS", 2)
+    small = gpu.Shape(16, gram_columns=16, gram_programs=6, columns=16, programs=4)
+    rows, limits = make_rows(30, 3, 190, torch.float32, True), 9.0 * uniform(30, 3)
+    running = normal(sums, 190, seed=1)
+    mine = running.to(device, copy=True)
+    signs = gpu.balance(rows.to(device), mine, limits.to(device), small)
+    assert torch.equal(signs.cpu(), balance.balance(rows, running, limits))
+    torch.testing.assert_close(mine.cpu(), running, rtol=1e-12, atol=1e-12)
+
+
+def cancelling_rows(positions, workers, dim, dtype):
+    """A zero row, then pairs of equal ones: the running sum is exactly zero after each. Blocks end inside a pair."""
+    rows = normal(positions * workers, dim, dtype=dtype)
+    rows[0], rows[2::2] = 0.0, rows[1:-1:2]
+    signs = [1, *[1, -1] * ((len(rows) - 1) // 2), 1][: len(rows)]
+    return rows.view(positions, workers, dim), torch.tensor(signs, dtype=torch.int8).view(positions, workers)
+
+
+def assert_ties(module, device, rows, expected):
+    limits = torch.zeros(expected.shape, dtype=torch.float64, device=device)
+    running = torch.zeros(1, rows.shape[2], dtype=torch.float64, device=device)
+    assert torch.equal(module.balance(rows.to(device), running, limits).cpu(), expected)
+
+
+def test_rows_that_cancel_are_ties_on_a_gpu(on_gpu):
+    for module, device in ((balance, "cpu"), on_gpu):
+        assert_ties(module, device, *cancelling_rows(100, 1, 23, torch.float32))
+
+
+@dtypes
+@pytest.mark.parametrize("workers", [1, 4, 6])
+@pytest.mark.parametrize("dim", [19, 600, 9000])
+@pytest.mark.parametrize("how", ["plain", "numba", "gram", "gram without numba", "divided"])
+def test_rows_that_cancel_are_ties(how, dim, workers, dtype, monkeypatch):
+    """Also in blocks of rows, where inner products are sums that leave a few last bits instead of zero."""
+    module = {"plain": balance, "gram": kernels.gram, "gram without numba": kernels.gram}.get(how)
+    if how == "gram without numba":
+        monkeypatch.setattr(kernels.gram, "cpu", None)
+    module = module or long_rows_by(how, monkeypatch)
+    assert_ties(module, "cpu", *cancelling_rows(72 // workers, workers, dim, dtype))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("workers, dim", [(64, 62_006), (16, 1_080_000), (4, 7_000_000)])
+def test_signs_on_a_gpu_are_those_of_float64_but_for_rounding_and_the_same_every_time(workers, dim):
+    """Each is checked against the running sum that the earlier ones lead to."""
+    rows = torch.randn(6, workers, dim, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    limits = torch.zeros(6, workers, dtype=torch.float64, device="cuda")
+    sums = torch.zeros(2, 1, dim, dtype=torch.float64, device="cuda")
+    signs, again = (kernels.balance(rows, running, limits) for running in sums)
+    assert torch.equal(signs, again) and torch.equal(sums[0], sums[1])
+    running = torch.zeros(dim, dtype=torch.float64, device="cuda")
+    for row, sign in zip(rows.flatten(0, 1).double(), signs.flatten().tolist(), strict=True):
+        inner = float(running @ row)
+        assert sign == (1 if inner <= 0 else -1) or abs(inner) < 1e-6 * float(running.norm() * row.norm())
+        running += sign * row
+    torch.testing.assert_close(sums[0, 0], running, rtol=1e-10, atol=1e-10)
+
+
+# -- without numba or Triton ----------------------------------------------------------------------------------------
+
+
+ORDERS = """
+import sys, warnings
+sys.path[:0] = sys.argv[2:]
+if sys.argv[1] == "blocked":
+    sys.modules.update(numba=None, triton=None)  # importing them then fails, as where they are not installed
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    import torch
+    import cdgrab, cdgrab.studies.problems
+    from cdgrab import kernels
+    if sys.argv[1] == "blocked":
+        assert kernels.cpu is kernels.divided is kernels.gpu is None
+    for name in sorted(cdgrab.SORTERS):
+        sorter = cdgrab.make_sorter(name, workers=3, units=9, dim=5, seed=5)
+        for epoch in range(2):
+            sorter.order(epoch)
+            generator = torch.Generator().manual_seed(epoch)
+            sorter.observe(range(9), torch.randn(3, 9, 5, dtype=torch.float64, generator=generator))
+        print(name, sorter.order(2).tolist())
+    rows = torch.randn(100, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for balance in (kernels.gram.balance, lambda *a: kernels.balance_divided(*a, lambda products: products)):
+        running, limits = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(100, 2, dtype=torch.float64)
+        print(balance(rows, running, limits).flatten().tolist(), [f"{x:.9f}" for x in running[0].tolist()])
+print(*[w.message for w in warned if "is not installed" in str(w.message)], sep="\\n", file=sys.stderr)
+"""
+
+
+def test_without_numba_and_triton_orders_are_the_same_and_a_warning_comes_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["-c", "installed"])
+    exec(ORDERS, {})
+    installed = capsys.readouterr()
+    assert "cd_grab [[" in installed.out and "not installed" not in installed.err
+    command = [sys.executable, "-c", ORDERS, "blocked", str(ROOT)]
+    blocked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert blocked.stdout == installed.out
+    warned = [line for line in blocked.stderr.splitlines() if line.startswith("numba is not installed")]
+    assert len(warned) == len(set(warned)) == 2  # plain loops, and blocks of rows
+
+
+def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
+    assert kernels.cpu.can_keep_code()
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written
+    assert not kernels.cpu.can_keep_code()
