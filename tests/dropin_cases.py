@@ -24,6 +24,10 @@ def network(*layers, width=8):
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), *layers, nn.Linear(width, 2)).double()
 
 
+def attached(model, batch_size=8, attach=None, **options):
+    return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
+
+
 def gradient(model):
     pieces = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([piece.flatten() for piece in pieces])

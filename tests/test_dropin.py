@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dropin_cases import EPOCHS, EXAMPLES, dataset, gradient, network, retrained, sorted_alone, train
+from dropin_cases import EPOCHS, EXAMPLES, attached, dataset, gradient, network, retrained, sorted_alone, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,10 +14,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
-
-
-def attached(model, batch_size=8, attach=None, **options):
-    return OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
 
 
 def in_order(sampler, orders):
@@ -151,8 +147,8 @@ def test_models_of_all_kinds(kind):
 def test_clipping_comes_after_the_sampler_has_looked():
     model = network()
     sampler = attached(model)
-    seen = []
-    sampler.see = lambda gradients: seen.append(gradients[0].clone())
+    seen, see = [], sampler.see
+    sampler.see = lambda gradients: (seen.append(gradients[0].clone()), see(gradients))
     train(model, sampler, epochs=1, note=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
     assert min(float(g.norm()) for g in seen) > 1e-2
 
@@ -166,7 +162,7 @@ def test_backward_passes_that_belong_to_no_batch():
     train(model, sampler, epochs=1)
     with sampler.paused():
         nn.functional.cross_entropy(model(inputs), labels).backward()
-    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
+    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches so far"):
         nn.functional.cross_entropy(model(inputs), labels).backward()
 
 
@@ -211,15 +207,16 @@ def continued(model, sampler, optimiser, steps, loader=None):
     return visited
 
 
+@pytest.mark.parametrize("stop_after", [8, 11, 16])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resumes_through_a_stateful_loader(workers):
+def test_resumes_through_a_stateful_loader(workers, stop_after):
     model = network()
     expected = sum(train(model, attached(model)), [])
     model = network()
     sampler = attached(model)
     loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    visited = continued(model, sampler, optimiser, 11, loader)
+    visited = continued(model, sampler, optimiser, stop_after, loader)
     states = through_a_file([loader.state_dict(), sampler.state_dict()])
     sampler.detach()
     again = attached(model)
@@ -231,8 +228,24 @@ def test_resumes_through_a_stateful_loader(workers):
         loader = StatefulDataLoader(dataset(), batch_sampler=again, num_workers=workers)
         again.load_state_dict(states[1])
         loader.load_state_dict(states[0])
-    visited += continued(model, again, optimiser, 8 * EPOCHS - 11, loader)
+    visited += continued(model, again, optimiser, 8 * EPOCHS - stop_after, loader)
     assert visited == expected
+
+
+@pytest.mark.parametrize("earlier", [2, 8])
+def test_states_of_loader_and_sampler_must_be_of_one_moment(earlier):
+    """Two batches, or one epoch, apart."""
+    model = network()
+    sampler = attached(model)
+    loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=1)
+    states = []
+    train(model, sampler, loader=loader, stop_after=11, note=lambda _: states.append(sampler.state_dict()))
+    again = attached(network())
+    again.load_state_dict(states[10 - earlier])
+    state, loader = loader.state_dict(), StatefulDataLoader(dataset(), batch_sampler=again, num_workers=1)
+    loader.load_state_dict(state)
+    with pytest.raises(CdgrabError, match="save both together"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("model", [network(), network(nn.LayerNorm(8)), Awkward()], ids=["plain", "norm", "awkward"])
@@ -248,10 +261,8 @@ def test_gradients_of_single_examples(model):
             model.zero_grad()
             if isinstance(model, Awkward):
                 model.calls -= 1  # as in the batch
-            with sampler.paused(), torch.enable_grad():
-                sampler.batch_size, size = 1, sampler.batch_size
+            with sampler.paused():
                 nn.functional.cross_entropy(model(inputs[[number]]), labels[[number]]).backward()
-                sampler.batch_size = size
             torch.testing.assert_close(found, gradient(model), rtol=1e-10, atol=1e-12)
 
 
