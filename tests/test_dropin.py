@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dropin_cases import EPOCHS, EXAMPLES, attached, dataset, gradient, network, retrained, sorted_alone, train
+from dropin_cases import EPOCHS, EXAMPLES, Awkward, attached, dataset, gradient, network, retrained, sorted_alone, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -88,49 +88,23 @@ def test_accumulated_batches_are_one_unit():
     assert in_order(sampler, orders[:, 0]) == visited
 
 
-def test_a_scalers_scale_does_not_matter_and_an_overflow_counts_as_zero():
-    class Scaler:
-        scale = 1024.0
+def test_a_scalers_scale_does_not_matter_however_it_changes():
+    plain, scaled = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    sampler = attached(scaled, attach={"scaler": scaler})
+    assert train(scaled, sampler, scaler=scaler) == train(plain, attached(plain))
+    assert scaler.get_scale() == 64.0 * 2 ** (8 * EPOCHS // 3)
 
-        def get_scale(self):
-            return self.scale
 
-    def loop(scale, overflow_at=None):
-        model, scaler = network(), Scaler()
-        scaler.scale = scale
-        sampler = attached(model, attach={"scaler": scaler})
-        seen, step = [], 0
-        for _ in range(2):
-            for numbers, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
-                seen.append(numbers.tolist())
-                factor = scale * (float("inf") if step == overflow_at else 1)
-                (nn.functional.cross_entropy(model(inputs), labels) * factor).backward()
-                model.zero_grad()
-                step += 1
-        return seen
-
-    assert loop(1.0) == loop(1024.0)
+def test_an_overflow_counts_as_zero():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    sampler = attached(model, attach={"scaler": scaler})
+    seen, see = [], sampler.sorter.observe
+    sampler.sorter.observe = lambda positions, rows: (seen.append(rows.clone()), see(positions, rows))
     with pytest.warns(UserWarning, match="not finite"):
-        loop(1024.0, overflow_at=3)
-
-
-class Awkward(nn.Module):
-    """A frozen layer, one that is never used, one used every second time, and tied weights."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3)
-        self.sometimes, self.tied, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-        self.tied.weight = self.first.weight
-        self.frozen.requires_grad_(False)
-        self.calls = 0
-        self.double()
-
-    def forward(self, inputs):
-        self.calls += 1
-        hidden = self.tied(self.frozen(self.first(inputs)).tanh()).tanh()
-        return self.last(self.sometimes(hidden) if self.calls % 2 else hidden)
+        train(model, sampler, epochs=2, scaler=scaler, factor=lambda step: float("inf") if step == 3 else 1.0)
+    assert [bool(rows.any()) for rows in seen] == [step != 3 for step in range(16)]
 
 
 @pytest.mark.parametrize("kind", ["awkward", "compiled", "norms"])
@@ -292,6 +266,7 @@ BAD = {
     "no state before": lambda: OrderedBatchSampler(dataset(), 4).state_dict(),
     "not the state of": lambda: attached(network()).load_state_dict({}),
     "batch_size 8 there, 4 here": lambda: attached(network(), 4).load_state_dict(attached(network()).state_dict()),
+    "cannot look into a compiled model": lambda: attached(torch.compile(network()), unit="example"),
     r"mixes the examples of a batch \(BatchNorm\)": lambda: attached(network(nn.BatchNorm1d(8)), unit="example"),
 }  # fmt: skip
 

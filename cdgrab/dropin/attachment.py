@@ -43,7 +43,8 @@ class Attachment:
         self.parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._compress, self.sparsifier = compress, None
-        self._refuse(sparsifier, options)
+        compiled = self._model is not model or model._compiled_call_impl is not None
+        self._refuse(compiled, sparsifier, options)
         if sparsifier:
             if "layers" in options_of(sparsifier):
                 options.setdefault("layers", [parameter.numel() for parameter in self.parameters])
@@ -55,10 +56,14 @@ class Attachment:
         else:
             self._gradients = (ParallelGradients if self._parallel else PlainGradients)(self.parameters, sampler)
 
-    def _refuse(self, sparsifier: str | None, options: dict) -> None:
+    def _refuse(self, compiled: bool, sparsifier: str | None, options: dict) -> None:
         processes = self._sampler.group.world_size
         if not self.parameters:
             raise CdgrabError("the model has no parameters that need a gradient")
+        if compiled and self._sampler.unit == "example":
+            raise CdgrabError(
+                "unit='example' cannot look into a compiled model; use unit='batch', or do not compile it"
+            )
         if processes > 1 and not self._parallel:
             raise CdgrabError(
                 f"there are {processes} processes, but the model is not wrapped in DistributedDataParallel; "
