@@ -155,7 +155,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         sparsifier: str | None = None,
         **sparsifier_options,
     ) -> OrderedBatchSampler:
-        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged.
+        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged. Last of all:
+        after the model is complete, on its device, and wrapped in DistributedDataParallel.
 
         With DistributedDataParallel this replaces its all-reduce by an exchange of the same traffic, whose result is
         the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
