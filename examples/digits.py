@@ -28,7 +28,8 @@ def network() -> nn.Module:
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset) -> float:
     model.eval()
-    images, labels = data.tensors
+    device = next(model.parameters()).device
+    images, labels = (tensor.to(device) for tensor in data.tensors)
     right = (model(images).argmax(1) == labels).float().mean()
     model.train()
     return float(right)

@@ -17,7 +17,7 @@ from .digits import accuracy, digits, network
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)  # a GPU each: InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")
     train, test = digits()
     model = network()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -26,7 +26,8 @@ def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     sampler.attach(model)
     loader = DataLoader(train, batch_sampler=sampler)
     for epoch in range(int(epochs)):
-        for images, labels in loader:
+        for batch in loader:
+            images, labels = (tensor.to(accelerator.device) for tensor in batch)
             optimiser.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             accelerator.backward(loss)

@@ -1,14 +1,15 @@
-"""Lightning: the loader has the sampler, which is attached when training starts.
+"""Lightning: sampler and loader are made when training starts, when the processes and DDP's wrapper are there.
 
-python -m examples.with_lightning [cd_grab|d_rr|…] [epochs]
+python -m examples.with_lightning [cd_grab|d_rr|…] [epochs]             # or torchrun --nproc_per_node=2 -m …
 """
 
+import os
 import sys
 
 import lightning
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from cdgrab import OrderedBatchSampler
 
@@ -16,39 +17,40 @@ from .digits import accuracy, digits, network
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, sampler: OrderedBatchSampler) -> None:
+    def __init__(self, train: Dataset, sorter: str) -> None:
         super().__init__()
-        self.network, self.sampler = network(), sampler
+        self.network, self.train_set, self.sorter, self.saved = network(), train, sorter, None
 
     def training_step(self, batch, batch_index):
-        images, labels = batch
-        loss = nn.functional.cross_entropy(self.network(images), labels)
-        self.log("loss", loss, on_step=False, on_epoch=True)
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
-    def on_train_start(self) -> None:
+    def train_dataloader(self) -> DataLoader:
+        self.sampler = OrderedBatchSampler(self.train_set, batch_size=16, sorter=self.sorter, seed=0)
         self.sampler.attach(self.trainer.strategy.model)  # DDP's wrapper where there is one
+        if self.saved:
+            self.sampler.load_state_dict(self.saved)
+        return DataLoader(self.train_set, batch_sampler=self.sampler, num_workers=2)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["sampler"] = self.sampler.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        self.sampler.load_state_dict(checkpoint["sampler"])
+        self.saved = checkpoint["sampler"]
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     lightning.seed_everything(0, verbose=False)
     train, test = digits()
-    sampler = OrderedBatchSampler(train, batch_size=16, sorter=sorter, seed=0)
-    model = Classifier(sampler)
-    trainer = lightning.Trainer(
-        max_epochs=int(epochs), accelerator="cpu", use_distributed_sampler=False, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(train, batch_sampler=sampler))
+    model = Classifier(train, sorter)
+    settings = {"max_epochs": int(epochs), "accelerator": "cpu", "devices": int(os.environ.get("LOCAL_WORLD_SIZE", 1))}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(use_distributed_sampler=False, **settings, **quiet)
+    trainer.fit(model)
     loss = float(trainer.callback_metrics["loss"])
     print(f"mean loss {loss:.4f}, test accuracy {accuracy(model.network, test):.3f}")
     return loss

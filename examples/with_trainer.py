@@ -1,6 +1,6 @@
 """Hugging Face Trainer: give it the loader, and attach the sampler when training begins.
 
-python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]
+python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]               # or torchrun --nproc_per_node=2 -m …
 """
 
 import sys
@@ -33,8 +33,11 @@ class OrderedTrainer(Trainer):
 
 
 class Attach(TrainerCallback):
-    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **rest):
-        train_dataloader.batch_sampler.attach(model)
+    def __init__(self, trainer: OrderedTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **rest):
+        self.trainer.sampler.attach(self.trainer.model_wrapped)  # DDP's wrapper where there is one
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
@@ -44,8 +47,9 @@ def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
             folder, num_train_epochs=int(epochs), learning_rate=2e-3, seed=0, use_cpu=True, report_to=[],
             save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
         )  # fmt: skip
-        trainer = OrderedTrainer(Classifier(), settings, train_dataset=train, callbacks=[Attach()])
+        trainer = OrderedTrainer(Classifier(), settings, train_dataset=train)
         trainer.sampler = OrderedBatchSampler(train, batch_size=16, sorter=sorter, seed=0)
+        trainer.add_callback(Attach(trainer))
         loss = trainer.train().training_loss
     print(f"mean loss {loss:.4f}, test accuracy {accuracy(trainer.model.network, test):.3f}")
     return loss

@@ -24,27 +24,61 @@ def network(*layers, width=8):
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), *layers, nn.Linear(width, 2)).double()
 
 
+class Awkward(nn.Module):
+    """A frozen layer, one that is never used, one used every second time, and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3)
+        self.sometimes, self.tied, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.tied.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.calls = 0
+        self.double()
+
+    def forward(self, inputs):
+        self.calls += 1
+        hidden = self.tied(self.frozen(self.first(inputs)).tanh()).tanh()
+        return self.last(self.sometimes(hidden) if self.calls % 2 else hidden)
+
+
+def attached(model, batch_size=8, attach=None, **options):
+    return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
+
+
 def gradient(model):
     pieces = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([piece.flatten() for piece in pieces])
 
 
-def train(model, sampler, epochs=EPOCHS, loader=None, accumulate=1, stop_after=None, note=None):
-    """An ordinary loop. Returns the example numbers visited, by epoch and batch; `note(model)` after every backward."""
+def train(
+    model, sampler, epochs=EPOCHS, loader=None, accumulate=1, stop_after=None, note=None, scaler=None, skip=(),
+    factor=lambda step: 1.0, optimiser=None,
+):  # fmt: skip
+    """An ordinary loop. Returns the example numbers visited, by epoch and batch; `note(model)` after every backward.
+
+    skip: batches of every epoch that are left out; factor: of the loss, by step.
+    """
     loader = loader or DataLoader(dataset(), batch_sampler=sampler)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimiser = optimiser or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     visited, steps = [], 0
     for _ in range(epochs):
         visited.append([])
         for index, (numbers, inputs, labels) in enumerate(loader):
             visited[-1].append(numbers.tolist())
             synced = (index + 1) % accumulate == 0
+            if index in skip:
+                sampler.skip()
+                continue
             with model.no_sync() if accumulate > 1 and not synced and hasattr(model, "no_sync") else nullcontext():
-                nn.functional.cross_entropy(model(inputs), labels).backward()
+                scaler.scale(nn.functional.cross_entropy(model(inputs), labels) * factor(steps)).backward()
             if note:
                 note(model)
             if synced:
-                optimiser.step()
+                scaler.step(optimiser)
+                scaler.update()
                 optimiser.zero_grad()
             steps += 1
             if steps == stop_after:

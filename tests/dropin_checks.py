@@ -1,29 +1,59 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
+import warnings
+from dataclasses import dataclass, field
+from unittest import mock
+
 import torch
 import torch.distributed as dist
-from dropin_cases import EPOCHS, dataset, network, train
+from dropin_cases import EPOCHS, Awkward, dataset, network, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler, workers
 
-CASES = {  # divided by coordinates?, options of the sampler, of attach, batches accumulated
-    "collected": (False, {}, {}, 1),
-    "divided": (True, {}, {}, 1),
-    "accumulated": (True, {"batch_size": 2, "accumulation_steps": 2, "drop_last": True}, {}, 2),
-    "sketched": (True, {"sketch": "countsketch", "sketch_size": 16}, {}, 1),
-    "bf16": (True, {}, {"compress": "bf16"}, 1),
-    "exdyna": (True, {}, {"sparsifier": "exdyna", "density": 0.2}, 1),
-    "examples": (False, {"unit": "example"}, {}, 1),
-    "oblivious": (True, {"sorter": "d_rr"}, {}, 1),
+
+@dataclass
+class Case:
+    sampler: dict = field(default_factory=dict)  # options
+    attach: dict = field(default_factory=dict)
+    wrap: dict = field(default_factory=dict)  # of DDP
+    loop: dict = field(default_factory=dict)
+    network: object = network
+    divided: bool = True  # gradients by coordinates
+    scaled: bool = False  # by a scaler that doubles its scale every third step
+
+    @property
+    def accumulate(self):
+        return self.loop.get("accumulate", 1)
+
+
+EXDYNA = {"sparsifier": "exdyna", "density": 0.2}
+CASES = {
+    "collected": Case(divided=False),
+    "divided": Case(),
+    "accumulated": Case({"batch_size": 2, "accumulation_steps": 2, "drop_last": True}, loop={"accumulate": 2}),
+    "sketched": Case({"sketch": "countsketch", "sketch_size": 16}),
+    "skipped": Case(loop={"skip": (1, 4)}),
+    "skipped, collected": Case(loop={"skip": (1, 4)}, divided=False),
+    "awkward": Case(network=Awkward, wrap={"find_unused_parameters": True}),
+    "static": Case(wrap={"static_graph": True}),
+    "views": Case(wrap={"gradient_as_bucket_view": True}),
+    "scaled": Case(scaled=True),
+    "bf16": Case(attach={"compress": "bf16"}),
+    "fp16": Case(attach={"compress": "fp16"}),
+    "exdyna": Case(attach=EXDYNA),
+    "exdyna, scaled": Case(attach=EXDYNA, scaled=True),
+    "examples": Case({"unit": "example"}, divided=False),
+    "oblivious": Case({"sorter": "d_rr"}),
 }
+RESUMED = [("divided", 3), ("divided", 6), ("scaled", 4), ("exdyna, scaled", 4), ("examples", 4)]
 
 
-def parallel(bucket_bytes=300):
+def parallel(model=None, bucket_bytes=300, **options):
     """Several buckets, which DDP regroups after the first step."""
-    return DistributedDataParallel(network(), bucket_cap_mb=bucket_bytes / 2**20)
+    return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
 
 
 def sampler_of(batch_size=3, **options):
@@ -40,44 +70,91 @@ def gathered(value):
     return everybody
 
 
-def case(divided, options, attach, accumulate):
-    workers.WHOLE = 0 if divided else 2**40
-    model = parallel()
-    sampler = sampler_of(**options).attach(model, **attach)
-    visited = train(model, sampler, accumulate=accumulate)
+def started(case):
+    """Model, sampler, optimiser and scaler."""
+    workers.WHOLE = 0 if case.divided else 2**40
+    model = parallel(case.network(), **case.wrap)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case.scaled else None
+    sampler = sampler_of(**case.sampler).attach(model, scaler=scaler, **case.attach)
+    return model, sampler, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), scaler
+
+
+def trained(case):
+    model, sampler, optimiser, scaler = started(case)
+    visited = train(model, sampler, optimiser=optimiser, scaler=scaler, **case.loop)
     return {"visited": gathered(visited), "units": gathered(sampler._own), "weights": weights(model)}
 
 
-def resumed(stop_after):
-    """Interrupted after so many steps; the state goes through a file's form."""
+def resumed(case, stop_after):
+    """Interrupted after so many steps, in the first or second epoch."""
+    before, after = started(case), started(case)
+    visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
+    state = before[1].state_dict()
+    for old, new in zip(before, after, strict=True):
+        if new is not None:
+            new.load_state_dict(state if old is before[1] else old.state_dict())
+    visited += train(
+        *after[:2], EPOCHS - len(visited) + (stop_after % len(after[1]) > 0), optimiser=after[2], scaler=after[3]
+    )
+    return {"visited": gathered(visited), "weights": weights(after[0]), "state": state}
+
+
+def broken_off(stop_after):
+    """The first epoch is left early, with a loader that reads ahead."""
     workers.WHOLE = 0
     model = parallel()
     sampler = sampler_of().attach(model)
+    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=1)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    visited, steps = [], 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        visited = train(model, sampler, 1, loader, stop_after=stop_after, optimiser=optimiser)
+        visited += train(model, sampler, 1, loader, optimiser=optimiser)
+    sentences = [str(warning.message) for warning in told if warning.category is UserWarning]
+    return {"visited": gathered(visited), "units": gathered(sampler._own), "told": sentences}
 
-    def go_on(model, sampler, optimiser, until):
-        nonlocal steps
-        while steps < until:
-            for numbers, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
-                visited.append(numbers.tolist())
-                optimiser.zero_grad()
-                nn.functional.cross_entropy(model(inputs), labels).backward()
-                optimiser.step()
-                steps += 1
-                if steps == until:
-                    return
 
-    go_on(model, sampler, optimiser, stop_after)
-    state, momentum = sampler.state_dict(), optimiser.state_dict()
-    other = parallel()
-    other.load_state_dict(model.state_dict())
-    optimiser = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
-    optimiser.load_state_dict(momentum)
-    again = sampler_of().attach(other)
-    again.load_state_dict(state)
-    go_on(other, again, optimiser, EPOCHS * len(again))
-    return {"visited": gathered(visited), "weights": weights(other), "state": state}
+def overflowed():
+    """One process's gradient is not finite in the third step, and gradients are sparse: nobody takes that step."""
+    model, sampler, optimiser, scaler = started(CASES["exdyna, scaled"])
+    after = []
+    train(
+        model, sampler, 1, optimiser=optimiser, scaler=scaler, stop_after=5,
+        factor=lambda step: float("inf") if step == 2 and dist.get_rank() == 1 else 1.0,
+        note=lambda model: after.append((weights(model), scaler.get_scale())),
+    )  # fmt: skip
+    return gathered(after)
+
+
+def traffic():
+    """Bytes sent per step, and those of an all-reduce."""
+    workers.WHOLE = 0
+    model = parallel(network(width=2000))
+    sampler = sampler_of().attach(model)
+    train(model, sampler, 1)
+    processes = dist.get_world_size()
+    return sampler.group.traffic.sent / len(sampler), 2 * (processes - 1) / processes * weights(model).numel() * 8
+
+
+def train_without_zeroing(model, sampler):
+    for _, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def gpu_only():
+    with mock.patch("torch.distributed.get_backend_config", lambda group: "cuda:nccl"):
+        sampler_of()
+
+
+def zeroed_in_place():
+    """Gradients that are there, but zero."""
+    model = parallel()
+    return train(model, sampler_of().attach(model), 1, optimiser=InPlace(model.parameters(), lr=0.05))
+
+
+class InPlace(torch.optim.SGD):
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
 
 
 def refusals():
@@ -87,6 +164,12 @@ def refusals():
         "not wrapped": lambda: sampler_of().attach(network()),
         "two hooks": lambda: [sampler_of().attach(model) for model in [parallel()] * 2],
         "accumulated": lambda: train(m := parallel(), sampler_of().attach(m), epochs=1, accumulate=2),
+        "synced": lambda: train(m := parallel(), sampler_of(**CASES["accumulated"].sampler).attach(m), epochs=1),
+        "left over": lambda: train_without_zeroing(m := parallel(), sampler_of().attach(m)),
+        "alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(parallel()),
+        "nccl": gpu_only,
+        "sparse": lambda: sampler_of().attach(parallel(nn.Embedding(5, 3, sparse=True))),
+        "states": lambda: sampler_of().attach(parallel()).load_state_dict(started(CASES["exdyna"])[1].state_dict()),
     }.items():
         try:
             attempt()
@@ -97,7 +180,9 @@ def refusals():
 
 def main(target):
     torch.set_num_threads(1)
-    results = {name: case(*settings) for name, settings in CASES.items()}
-    results |= {("resumed", stop): resumed(stop) for stop in (3, 6)} | {"refused": refusals()}
+    results = {name: trained(case) for name, case in CASES.items()}
+    results |= {("resumed", name, stop): resumed(CASES[name], stop) for name, stop in RESUMED}
+    results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
+    results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
     if dist.get_rank() == 0:
         torch.save(results, target)

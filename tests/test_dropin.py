@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dropin_cases import EPOCHS, EXAMPLES, dataset, gradient, network, retrained, sorted_alone, train
+from dropin_cases import EPOCHS, EXAMPLES, Awkward, attached, dataset, gradient, network, retrained, sorted_alone, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,10 +14,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
-
-
-def attached(model, batch_size=8, attach=None, **options):
-    return OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
 
 
 def in_order(sampler, orders):
@@ -92,49 +88,23 @@ def test_accumulated_batches_are_one_unit():
     assert in_order(sampler, orders[:, 0]) == visited
 
 
-def test_a_scalers_scale_does_not_matter_and_an_overflow_counts_as_zero():
-    class Scaler:
-        scale = 1024.0
+def test_a_scalers_scale_does_not_matter_however_it_changes():
+    plain, scaled = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    sampler = attached(scaled, attach={"scaler": scaler})
+    assert train(scaled, sampler, scaler=scaler) == train(plain, attached(plain))
+    assert scaler.get_scale() == 64.0 * 2 ** (8 * EPOCHS // 3)
 
-        def get_scale(self):
-            return self.scale
 
-    def loop(scale, overflow_at=None):
-        model, scaler = network(), Scaler()
-        scaler.scale = scale
-        sampler = attached(model, attach={"scaler": scaler})
-        seen, step = [], 0
-        for _ in range(2):
-            for numbers, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
-                seen.append(numbers.tolist())
-                factor = scale * (float("inf") if step == overflow_at else 1)
-                (nn.functional.cross_entropy(model(inputs), labels) * factor).backward()
-                model.zero_grad()
-                step += 1
-        return seen
-
-    assert loop(1.0) == loop(1024.0)
+def test_an_overflow_counts_as_zero():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    sampler = attached(model, attach={"scaler": scaler})
+    seen, see = [], sampler.sorter.observe
+    sampler.sorter.observe = lambda positions, rows: (seen.append(rows.clone()), see(positions, rows))
     with pytest.warns(UserWarning, match="not finite"):
-        loop(1024.0, overflow_at=3)
-
-
-class Awkward(nn.Module):
-    """A frozen layer, one that is never used, one used every second time, and tied weights."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.frozen, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3)
-        self.sometimes, self.tied, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-        self.tied.weight = self.first.weight
-        self.frozen.requires_grad_(False)
-        self.calls = 0
-        self.double()
-
-    def forward(self, inputs):
-        self.calls += 1
-        hidden = self.tied(self.frozen(self.first(inputs)).tanh()).tanh()
-        return self.last(self.sometimes(hidden) if self.calls % 2 else hidden)
+        train(model, sampler, epochs=2, scaler=scaler, factor=lambda step: float("inf") if step == 3 else 1.0)
+    assert [bool(rows.any()) for rows in seen] == [step != 3 for step in range(16)]
 
 
 @pytest.mark.parametrize("kind", ["awkward", "compiled", "norms"])
@@ -151,8 +121,8 @@ def test_models_of_all_kinds(kind):
 def test_clipping_comes_after_the_sampler_has_looked():
     model = network()
     sampler = attached(model)
-    seen = []
-    sampler.see = lambda gradients: seen.append(gradients[0].clone())
+    seen, see = [], sampler.see
+    sampler.see = lambda gradients: (seen.append(gradients[0].clone()), see(gradients))
     train(model, sampler, epochs=1, note=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
     assert min(float(g.norm()) for g in seen) > 1e-2
 
@@ -166,7 +136,7 @@ def test_backward_passes_that_belong_to_no_batch():
     train(model, sampler, epochs=1)
     with sampler.paused():
         nn.functional.cross_entropy(model(inputs), labels).backward()
-    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
+    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches so far"):
         nn.functional.cross_entropy(model(inputs), labels).backward()
 
 
@@ -211,15 +181,16 @@ def continued(model, sampler, optimiser, steps, loader=None):
     return visited
 
 
+@pytest.mark.parametrize("stop_after", [8, 11, 16])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resumes_through_a_stateful_loader(workers):
+def test_resumes_through_a_stateful_loader(workers, stop_after):
     model = network()
     expected = sum(train(model, attached(model)), [])
     model = network()
     sampler = attached(model)
     loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    visited = continued(model, sampler, optimiser, 11, loader)
+    visited = continued(model, sampler, optimiser, stop_after, loader)
     states = through_a_file([loader.state_dict(), sampler.state_dict()])
     sampler.detach()
     again = attached(model)
@@ -231,8 +202,24 @@ def test_resumes_through_a_stateful_loader(workers):
         loader = StatefulDataLoader(dataset(), batch_sampler=again, num_workers=workers)
         again.load_state_dict(states[1])
         loader.load_state_dict(states[0])
-    visited += continued(model, again, optimiser, 8 * EPOCHS - 11, loader)
+    visited += continued(model, again, optimiser, 8 * EPOCHS - stop_after, loader)
     assert visited == expected
+
+
+@pytest.mark.parametrize("earlier", [2, 8])
+def test_states_of_loader_and_sampler_must_be_of_one_moment(earlier):
+    """Two batches, or one epoch, apart."""
+    model = network()
+    sampler = attached(model)
+    loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=1)
+    states = []
+    train(model, sampler, loader=loader, stop_after=11, note=lambda _: states.append(sampler.state_dict()))
+    again = attached(network())
+    again.load_state_dict(states[10 - earlier])
+    state, loader = loader.state_dict(), StatefulDataLoader(dataset(), batch_sampler=again, num_workers=1)
+    loader.load_state_dict(state)
+    with pytest.raises(CdgrabError, match="save both together"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("model", [network(), network(nn.LayerNorm(8)), Awkward()], ids=["plain", "norm", "awkward"])
@@ -248,10 +235,8 @@ def test_gradients_of_single_examples(model):
             model.zero_grad()
             if isinstance(model, Awkward):
                 model.calls -= 1  # as in the batch
-            with sampler.paused(), torch.enable_grad():
-                sampler.batch_size, size = 1, sampler.batch_size
+            with sampler.paused():
                 nn.functional.cross_entropy(model(inputs[[number]]), labels[[number]]).backward()
-                sampler.batch_size = size
             torch.testing.assert_close(found, gradient(model), rtol=1e-10, atol=1e-12)
 
 
@@ -281,6 +266,7 @@ BAD = {
     "no state before": lambda: OrderedBatchSampler(dataset(), 4).state_dict(),
     "not the state of": lambda: attached(network()).load_state_dict({}),
     "batch_size 8 there, 4 here": lambda: attached(network(), 4).load_state_dict(attached(network()).state_dict()),
+    "cannot look into a compiled model": lambda: attached(torch.compile(network()), unit="example"),
     r"mixes the examples of a batch \(BatchNorm\)": lambda: attached(network(nn.BatchNorm1d(8)), unit="example"),
 }  # fmt: skip
 

@@ -1,15 +1,17 @@
 """The drop-in sampler with DDP on 2 and 4 processes, against the same training by hand in this one."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
-from dropin_checks import CASES, sampler_of
+from dropin_checks import CASES, RESUMED, sampler_of
 from process_runs import PROCESSES
 from torch import nn
 
-from cdgrab import CdgrabError
+from cdgrab import CdgrabError, make_sorter
 
-ORDERED = [name for name in CASES if name not in ("examples", "oblivious")]
+NEAR = {"bf16": 2e-2, "fp16": 2e-3, "exdyna": 0.5, "exdyna, scaled": 0.5, "examples": 1e-12, "oblivious": 1e-12}
 
 
 @pytest.fixture(scope="module")
@@ -18,66 +20,113 @@ def found(spawned):
     return {n: torch.load(spawned / str(n) / "dropin", weights_only=False) for n in PROCESSES}
 
 
-def by_hand(visited, accumulate):
+def by_hand(visited, make=network, accumulate=1, skip=()):
     """The same batches, gradients averaged here: unit gradients [epochs, workers, units, dim] and the last weights."""
-    model = network()
+    model = make()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     _, inputs, labels = dataset().tensors
-    gradients = []
+    gradients, model.calls = [], 0
     for epoch in zip(*visited, strict=True):
         gradients.append([])
         for first in range(0, len(epoch[0]), accumulate):
-            rows = []
+            if first in skip:
+                gradients[-1].append(torch.zeros_like(gradients[-1][0]))
+                continue
+            rows, calls = [], model.calls
             for batches in epoch:
+                model.calls = calls
                 model.zero_grad()
                 for batch in batches[first : first + accumulate]:
                     nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
                 rows.append(gradient(model))
             gradients[-1].append(torch.stack(rows))
             mean, start = torch.stack(rows).mean(0), 0
-            for parameter in model.parameters():
-                parameter.grad = mean[start : start + parameter.numel()].view_as(parameter).clone()
+            for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+                if parameter.grad is not None:
+                    parameter.grad = mean[start : start + parameter.numel()].view_as(parameter).clone()
                 start += parameter.numel()
             optimiser.step()
         gradients[-1] = torch.stack(gradients[-1], dim=1)
     return torch.stack(gradients), torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+def in_order(units, orders):
+    """Batches that the units of every worker are in these orders, by worker and epoch."""
+    return [
+        [[batch for unit in order.tolist() for batch in own[unit]] for order in orders[:, worker]]
+        for worker, own in enumerate(units)
+    ]
+
+
 @pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", [name for name in ORDERED if name not in ("bf16", "exdyna")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NEAR])
 def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, processes, name):
-    result, (_, options, _, accumulate) = found[processes][name], CASES[name]
-    gradients, weights = by_hand(result["visited"], accumulate)
-    sketch = {key: value for key, value in options.items() if key.startswith("sketch")}
-    orders = sorted_alone(gradients, **sketch)
-    for worker, units in enumerate(result["units"]):
-        expected = [[batch for unit in order for batch in units[unit]] for order in orders[:, worker].tolist()]
-        assert result["visited"][worker] == expected
+    result, case = found[processes][name], CASES[name]
+    gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()))
+    sketch = {key: value for key, value in case.sampler.items() if key.startswith("sketch")}
+    assert result["visited"] == in_order(result["units"], sorted_alone(gradients, **sketch))
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", ["bf16", "exdyna", "examples", "oblivious"])
+@pytest.mark.parametrize("name", NEAR)
 def test_other_ways_to_average_train_as_well(found, processes, name):
-    """Compressed or sparse, the result is near the exact one or at least lower in loss than at the start; every example
-    is visited in every epoch."""
+    """Compressed or sparse, the result is near the exact one; every example is visited in every epoch."""
     result = found[processes][name]
     for epoch in zip(*result["visited"], strict=True):
         assert {number for batches in epoch for batch in batches for number in batch} == set(range(EXAMPLES))
     assert result["visited"][0][0] != result["visited"][0][1]
-    _, exact = by_hand(result["visited"], 1)
-    tolerance = {"bf16": 2e-2, "exdyna": 0.5}.get(name, 1e-12)
-    torch.testing.assert_close(result["weights"], exact, rtol=0, atol=tolerance)
+    _, exact = by_hand(result["visited"])
+    torch.testing.assert_close(result["weights"], exact, rtol=0, atol=NEAR[name])
     assert name in ("examples", "oblivious") or not torch.equal(result["weights"], exact)
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("stop_after", [3, 6])
-def test_resumes_mid_epoch_bit_by_bit(found, processes, stop_after):
-    whole, resumed = found[processes]["divided"], found[processes]["resumed", stop_after]
+def test_a_changing_scale_changes_nothing_sparse_gradients_included(found, processes):
+    for name in ("divided", "exdyna"):
+        plain, scaled = found[processes][name], found[processes][{"divided": "scaled"}.get(name, f"{name}, scaled")]
+        assert plain["visited"] == scaled["visited"]
+        torch.testing.assert_close(plain["weights"], scaled["weights"], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_nobody_takes_a_step_that_overflowed_somewhere(found, processes):
+    for steps in found[processes]["overflowed"]:
+        weights, scales = zip(*steps, strict=True)
+        moved = [not torch.equal(before, after) for before, after in pairwise(weights)]
+        assert moved == [True, True, False, True] and scales[3] == scales[2] / 2
+        assert torch.equal(weights[-1], found[processes]["overflowed"][0][-1][0])
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_traffic_is_that_of_an_all_reduce(found, processes):
+    sent, all_reduce = found[processes]["traffic"]
+    assert all_reduce <= sent < 1.01 * all_reduce
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_an_epoch_left_early(found, processes):
+    result = found[processes]["broken off"]
+    seen = [[batches[0]] for batches in result["visited"]]
+    gradients, _ = by_hand(seen)
+    _, workers, units, dim = gradients.shape
+    alone = make_sorter("cd_grab", workers=workers, units=len(result["units"][0]), dim=dim, seed=3)
+    alone.order(0)
+    alone.observe(range(units), gradients[0])
+    expected = in_order(result["units"], alone.order(1, cut_short=True)[None])
+    assert [batches[1:] for batches in result["visited"]] == expected
+    assert [sentence[:19] for sentence in result["told"]] == ["epoch 0 ended with "]
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("name, stop_after", RESUMED)
+def test_resumes_mid_epoch_bit_by_bit(found, processes, name, stop_after):
+    whole, resumed = found[processes][name], found[processes]["resumed", name, stop_after]
     for mine, theirs in zip(whole["visited"], resumed["visited"], strict=True):
-        assert sum(mine, []) == theirs
-    assert torch.equal(whole["weights"], resumed["weights"])
+        assert sum(mine, []) == sum(theirs, [])
+    # Examples are seen beside DDP's own all-reduce, whose sums depend on how it has grouped its buckets.
+    tolerance = 1e-14 if name == "examples" else 0
+    torch.testing.assert_close(resumed["weights"], whole["weights"], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
@@ -85,13 +134,21 @@ def test_refusals_name_the_way_out(found, processes):
     sentences = found[processes]["refused"]
     assert "is not wrapped in DistributedDataParallel" in sentences["not wrapped"]
     assert "takes only one" in sentences["two hooks"]
+    assert "compress= and sparsifier=" in sentences["two hooks"]
     assert "accumulation_steps=2" in sentences["accumulated"]
+    assert "after 1 of accumulation_steps=2" in sentences["synced"] and "no_sync" in sentences["synced"]
+    assert "zero_grad() after every step" in sentences["left over"]
+    assert f"knows 1 process, DDP has {processes}" in sentences["alone"]
+    assert "init_process_group() without a name" in sentences["nccl"]
+    assert "sparse=False" in sentences["sparse"]
+    assert "with a sparsifier, and this one is without" in sentences["states"]
+    assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
 
 
 def test_another_number_of_processes_is_refused_or_partitioned_anew(found):
     model = network()
     sampler = sampler_of().attach(model)
-    state = found[2]["resumed", 3]["state"]
+    state = found[2]["resumed", "divided", 3]["state"]
     with pytest.raises(CdgrabError, match="processes 2 there, 1 here"):
         sampler.load_state_dict(state)
     sampler.load_state_dict(state, repartition=True)

@@ -1,5 +1,6 @@
 """The recipes for other people's scripts, as they stand in `examples`."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,7 +8,10 @@ import sys
 import time
 
 import pytest
+from accelerate import data_loader
+from torch.utils.data import DataLoader
 
+from cdgrab import CdgrabError, OrderedBatchSampler
 from examples import plain, resumable, with_accelerate, with_lightning, with_trainer
 from scripts.launcher import torchrun
 
@@ -31,6 +35,25 @@ def test_recipe_trains_under_torchrun(arguments, capfd):
     assert torchrun(["-m", *arguments], 2) == 0
     last = capfd.readouterr().out.strip().splitlines()[-1]
     assert last.startswith("epoch 2") and float(last.split("accuracy ")[1][:5]) > 0.6
+
+
+def test_framework_recipes_train_under_torchrun(capfd):
+    """All in one launch: to start the processes takes longer than to train."""
+    modules = [module.__name__ for module in (with_accelerate, with_trainer, with_lightning)]
+    calls = [f"import {name}; losses.append({name}.main('cd_grab', '2'))" for name in modules]
+    assert torchrun(["-c", "; ".join(["losses = []", *calls, "print('losses', losses, flush=True)"])], 2) == 0
+    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("losses ")]
+    assert len(found) == 2 and found[0] == found[1]  # the mean of both, on both
+    assert all(0 < loss < UNTRAINED / 2 for loss in json.loads(found[0].removeprefix("losses ")))
+
+
+def test_wrappers_of_accelerate_that_divide_or_skip_batches_are_refused():
+    sampler = OrderedBatchSampler(range(8), 2, sorter="d_rr")
+    with pytest.raises(CdgrabError, match="prepare the model and the optimiser only"):
+        next(iter(data_loader.BatchSamplerShard(sampler, 2, 0)))
+    with pytest.raises(CdgrabError, match="ignore_data_skip=True"):
+        next(iter(data_loader.skip_first_batches(DataLoader(range(8), batch_sampler=sampler), 1)))
+    assert len(list(data_loader.prepare_data_loader(DataLoader(range(8), batch_sampler=sampler)))) == 4
 
 
 def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..buckets import common_dtype, places
 from ..errors import CdgrabError
+from .hooks import BackwardPasses, flat
 
 if TYPE_CHECKING:
     from .sampler import OrderedBatchSampler
@@ -29,19 +29,24 @@ class ExampleGradients:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], sampler: OrderedBatchSampler) -> None:
         self._sampler, self._parameters, self._places = sampler, parameters, places(parameters)
-        self._dtype, self._dim = common_dtype(parameters), sum(parameter.numel() for parameter in parameters)
+        self._dim = sum(parameter.numel() for parameter in parameters)
         self._rows: Tensor | None = None
         self._busy = self._checked = False
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm):
                 raise CdgrabError(f"{name or 'the model'} mixes the examples of a batch (BatchNorm); use unit='batch'")
-        for name, layer in layers(model):
-            note = partial(self._note, name)
-            sampler._handles.append(layer.register_forward_hook(note))
-        sampler._handles.append(register_multi_grad_hook(parameters, self._complete))
+        self._model = model
+
+    def hook(self) -> list:
+        notes = [layer.register_forward_hook(partial(self._note, name)) for name, layer in layers(self._model)]
+        return notes + BackwardPasses(self._parameters, self._sampler.begins, self._complete).handles
+
+    def skip(self) -> None:
+        self._rows = None
+        self._sampler.see(self._parameters[0].new_zeros(self._batch(), self._dim))
 
     def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
-        if self._busy or not torch.is_grad_enabled():
+        if self._busy or not torch.is_grad_enabled() or not self._sampler.counts():
             return
         batch = self._batch()
         if not isinstance(output, Tensor) or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
@@ -54,8 +59,7 @@ class ExampleGradients:
 
     def _batch(self) -> int:
         sampler = self._sampler
-        left = sampler.sorter.units - sampler.sorter.position if sampler.sorter else 0
-        return min(sampler.batch_size, left)
+        return min(sampler.batch_size, sampler.sorter.units - sampler.sorter.position)
 
     def _add(self, name: str, layer: nn.Module, given: Tensor, gradient: Tensor) -> None:
         own = {key: value for key, value in layer.named_parameters() if value.requires_grad}
@@ -74,13 +78,13 @@ class ExampleGradients:
         finally:
             self._busy = False
         if self._rows is None:
-            self._rows = gradient.new_zeros(len(given), self._dim, dtype=self._dtype)
+            self._rows = gradient.new_zeros(len(given), self._dim, dtype=common_dtype(self._parameters))
         for key, value in found.items():
             self._rows[:, self._places[id(own[key])][1]] += value.flatten(1)
 
     def _complete(self, gradients: Sequence[Tensor | None]) -> None:
         rows, self._rows = self._rows, None
-        if rows is None or not self._sampler.counts(len(rows)):
+        if rows is None:
             return
         if not self._checked:
             self._check(rows, gradients)
@@ -88,9 +92,7 @@ class ExampleGradients:
 
     def _check(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """What was found must add up to the gradient of the batch, else it misses some use of a parameter."""
-        from .attachment import flat
-
-        whole = flat(self._parameters, gradients, self._dtype)
+        whole = flat(self._parameters, gradients)
         if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
             raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
         self._checked = True

@@ -17,7 +17,9 @@ from ..sorters import SORTERS, make_sorter, sorter_options
 from ..sorters.base import Sorter
 from ..state import gathered
 from ..workers import one_worker_per_process
-from . import attachment, units
+from . import refusals, units
+from .attachment import Attachment
+from .pace import Pace
 
 UNITS = ("batch", "example")
 STATE_VERSION = 1
@@ -60,6 +62,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.batch_size, self.seed = count("batch_size", batch_size, 1), count("seed", seed, 0)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
         self.unit, self.drop_last, self.group = unit, bool(drop_last), one_worker_per_process(process_group)
+        refusals.refuse_gpu_only(self.group)
         refuse_unknown_options("sorter", sorter, options, sorter_options(sorter))
         self._sorter_name, self._options = sorter, options
         multiple = self.batch_size * self.accumulation_steps if drop_last else None
@@ -69,11 +72,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._own = own if unit == "example" else units.cut(own, self.batch_size, self.accumulation_steps)
         self.sorter: Sorter | None = None
         self._loaded: dict | None = None  # a state that waits for `attach`
-        self._attached = self._resuming = self._paused = False
-        self._yielded = self._backwards = 0  # batches of this epoch; backward passes since gradients were looked at
-        self._start_at: int | None = None  # where a loader that reads ahead wants to go on
+        self._attachment: Attachment | None = None
+        self._resuming = self._fresh = False  # in the middle of an epoch; a state was loaded, nothing done since
+        self._paused = self._not_finite = False
+        self.pace = Pace()
         self._iterator = object()
-        self._not_finite = False
         self._scaler = self._sparsifier = None
         self._handles: list = []
         if not SORTERS[sorter].needs_gradients:
@@ -92,16 +95,19 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if self.sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
+        refusals.refuse_wrapper(sys._getframe(1).f_locals.get("self"))
+        if self._attachment and self.sorter.needs_gradients:
+            self._attachment.check()
         if not self._resuming:
             self._next_epoch()
-        self._resuming = False
+        self._resuming = self._fresh = False
+        self._loaded = None
         self._iterator = mine = object()
-        done = self._batches_of(self.sorter.position)
-        self._yielded, self._start_at = done if self._start_at is None else self._start_at, None
-        for batch in self._in_order(self.sorter.order(self.sorter.epoch)[0].tolist())[self._yielded :]:
+        self.pace.start(self._done())
+        for batch in self._in_order(self.sorter.order(self.sorter.epoch)[0].tolist())[self.pace.yielded :]:
             if self._iterator is not mine:
                 raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
-            self._yielded += 1
+            self.pace.yielded += 1
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,27 +118,28 @@ class OrderedBatchSampler(Sampler[list[int]]):
             return [batch.tolist() for batch in self._own[order].split(self.batch_size)]
         return [batch for unit in order for batch in self._own[unit]]
 
-    def _batches_of(self, position: int) -> int:
-        """How many batches the first so many units are."""
+    def _done(self) -> int:
+        """Batches whose gradients have been seen."""
+        position = self.sorter.position
         return math.ceil(position / self.batch_size) if self.unit == "example" else position * self.accumulation_steps
 
     def _next_epoch(self) -> None:
-        sorter = self.sorter
-        if sorter.epoch >= 0 and not sorter.position and sorter.needs_gradients:
-            return  # somebody only looked at a batch: the epoch starts again
-        unseen = sorter.units - sorter.position if sorter.epoch >= 0 else 0
+        sorter, epoch = self.sorter, self.sorter.epoch
+        self.pace.backwards = 0
+        if epoch >= 0 and sorter.needs_gradients and not sorter.position:
+            if self.pace.yielded == self._batches:
+                _warn(f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained")
+            return  # else somebody only looked at a batch
+        unseen = sorter.units - sorter.position if epoch >= 0 else 0
         if unseen and sorter.needs_gradients:
-            warnings.warn(
-                f"epoch {sorter.epoch} ended with {unseen} of {sorter.units} {self._unit_name()} without a gradient; "
-                "they keep their order",
-                stacklevel=3,
+            _warn(
+                f"epoch {epoch} ended with {unseen} of {sorter.units} {self._unit_name()} without a gradient; they "
+                "keep their order (they are the last: call sampler.skip() for batches left out in between)"
             )
         if self._not_finite:
-            warnings.warn(
-                f"gradients of epoch {sorter.epoch} were not finite; what was not, counted as zero", stacklevel=3
-            )
-        sorter.order(sorter.epoch + 1, cut_short=True)
-        self._backwards, self._not_finite = 0, False
+            _warn(f"gradients of epoch {epoch} were not finite; what was not, counted as zero")
+        sorter.order(epoch + 1, cut_short=True)
+        self._not_finite = False
 
     def _unit_name(self) -> str:
         return "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
@@ -148,25 +155,40 @@ class OrderedBatchSampler(Sampler[list[int]]):
         sparsifier: str | None = None,
         **sparsifier_options,
     ) -> OrderedBatchSampler:
-        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged.
+        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged. Last of all:
+        after the model is complete, on its device, and wrapped in DistributedDataParallel.
 
         With DistributedDataParallel this replaces its all-reduce by an exchange of the same traffic, whose result is
         the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
         `cdgrab.make_sparsifier`) sends a selection only. `scaler`: the GradScaler whose scale gradients carry.
         """
-        if self._attached:
+        if self._attachment:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
-        self._attached, self._scaler = True, scaler
-        dim = attachment.attach(self, model, compress, sparsifier, sparsifier_options)
-        if self.sorter is None:
-            self._make_sorter(dim)
+        attachment = Attachment(self, model, compress, sparsifier, sparsifier_options)
+        before = self.sorter
+        self._scaler, self._sparsifier = scaler, attachment.sparsifier
+        try:
+            if self.sorter is None:
+                self._make_sorter(attachment.dim)
+            if self._loaded is not None:
+                self.load_state_dict(self._loaded)
+            attachment.start()
+        except BaseException:  # as if nothing had happened
+            self._remove_hooks()
+            self.sorter, self._scaler, self._sparsifier = before, None, None
+            raise
+        self._attachment, self._loaded = attachment, None
         return self
 
     def detach(self) -> None:
         """Look at the model no longer. (DDP keeps a communication hook for ever: it goes on averaging.)"""
+        self._remove_hooks()
+        self._paused = True
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._paused = [], True
+        self._handles = []
 
     @contextmanager
     def paused(self):
@@ -187,20 +209,25 @@ class OrderedBatchSampler(Sampler[list[int]]):
             group=self.group,
             **self._options,
         )
-        if self._loaded is not None:
-            state, self._loaded = self._loaded, None
-            self.load_state_dict(state)
 
-    def counts(self, units: int = 1) -> bool:
-        """Whether gradients of the next `units` units are wanted now. More than the epoch has are refused."""
-        if self._paused or self.sorter is None or self.sorter.epoch < 0:
-            return False
-        if self.sorter.position + units > self.sorter.units:
-            raise CdgrabError(
-                f"more backward passes than the {self._batches} batches of an epoch: call backward once per batch, "
-                "and others inside `with sampler.paused():`"
-            )
-        return True
+    def skip(self) -> None:
+        """The batch that came last gets no backward pass; its gradient counts as zero. On all processes together."""
+        if self._attachment and self.begins():
+            self._attachment.skip()
+
+    def counts(self) -> bool:
+        """Whether gradients belong to a batch now: some epoch is under way."""
+        return not (self._paused or self._resuming or self.sorter is None or self.sorter.epoch < 0)
+
+    def begins(self) -> bool:
+        """Called when a backward pass begins. Returns whether it counts; one too many is refused."""
+        if self.counts():
+            self.pace.backward(self._done())
+        return self.counts()
+
+    def scale(self) -> float:
+        """What gradients are multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def see(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
@@ -217,7 +244,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
         gradients = gradients.float() if gradients.element_size() < 4 else gradients
         if self._scaler is not None:
-            gradients /= self._scaler.get_scale()
+            gradients /= self.scale()
         if gradients.is_cuda or not math.isfinite(float(gradients.sum())):
             self._not_finite |= not gradients.is_cuda
             gradients.nan_to_num_(0.0, 0.0, 0.0)
@@ -229,9 +256,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """Everything needed to go on from here, mid-epoch too. All processes call it; all get the whole state."""
         if self.sorter is None:
             raise CdgrabError("a sampler has no state before sampler.attach(model)")
-        if self._called_by_a_loader() and self._yielded > self._batches_of(self.sorter.position):
+        if _called_by_a_loader() and self.pace.yielded > self._done():
             # A stateful loader takes notes whenever it reads ahead, before the gradients of those batches are there.
-            return {"version": STATE_VERSION, "read_ahead": self._yielded, "epoch": self.sorter.epoch}
+            return {"version": STATE_VERSION, "read_ahead": self.pace.yielded, "epoch": self.sorter.epoch}
         return {
             "version": STATE_VERSION,
             "layout": self._layout(),
@@ -247,28 +274,25 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
-        if "read_ahead" in state:
-            if not self._resuming:
-                raise CdgrabError(
-                    "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
-                    "and load that first"
-                )
-            self._start_at = state["read_ahead"]
+        if "read_ahead" in state:  # of a loader: our own state, loaded before, must be of the same moment
+            here = (self.sorter.epoch, self._done()) if self._fresh else None
+            refusals.refuse_other_moment((state["epoch"], state["read_ahead"]), here)
+            self._resuming = True  # though nothing may be left of the epoch
             return
-        differing = [key for key, value in self._layout().items() if state["layout"].get(key) != value]
-        if differing and not repartition:
-            details = ", ".join(f"{k} {state['layout'].get(k)!r} there, {self._layout()[k]!r} here" for k in differing)
-            raise CdgrabError(f"this state belongs to another sampler: {details}; repartition=True starts orders anew")
-        if differing:
+        if not refusals.same_layout(state["layout"], self._layout(), repartition):
             return
-        if self.sorter is None:
-            self._loaded = state
-            return
+        if self._attachment is None and self._loaded is not state:
+            self._loaded = state  # `attach` comes back with it
+            if self.sorter is None:
+                return
+        else:
+            refusals.refuse_other_sparsifier(state["sparsifier"], self._sparsifier)
         self.sorter.load_state_dict(state["sorter"])
-        if self._sparsifier and state["sparsifier"]:
+        if self._sparsifier:
             self._sparsifier.load_state_dict(state["sparsifier"])
         self._resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
-        self._backwards = 0
+        self._fresh, self.pace.backwards = True, 0
+        self.pace.start(self._done())
 
     def _layout(self) -> dict:
         return {
@@ -281,7 +305,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
             "seed": self.seed,
         }
 
-    @staticmethod
-    def _called_by_a_loader() -> bool:
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        return caller.startswith("torchdata.")
+
+def _called_by_a_loader() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torchdata.")
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=4)  # at the loader

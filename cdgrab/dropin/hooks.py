@@ -1,0 +1,53 @@
+"""Backward passes, seen through hooks on the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+
+class BackwardPasses:
+    """Calls `begins` before the first gradient of every backward pass and, where that says True, `complete` with all of
+    them after the last one, None where a parameter took no part. A pass that fails is not complete.
+
+    torch.autograd.graph.register_multi_grad_hook is similar, but loses sight of a model that is moved or converted, and
+    fails in torch.autograd.grad.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        begins: Callable[[], bool],
+        complete: Callable[[list[Tensor | None]], None] | None = None,
+    ) -> None:
+        self._begins, self._complete, self._parameters = begins, complete, len(parameters)
+        self._pass, self._wanted = -1, False
+        self._found: list[Tensor | None] = []
+        self.handles = [parameter.register_hook(partial(self._note, i)) for i, parameter in enumerate(parameters)]
+
+    def _note(self, index: int, gradient: Tensor) -> None:
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass != self._pass:
+            self._pass, self._found = this_pass, [None] * self._parameters
+            self._wanted = self._begins() and self._complete is not None
+            if self._wanted:
+                Variable._execution_engine.queue_callback(self._end)
+        if self._wanted:
+            self._found[index] = gradient
+
+    def _end(self) -> None:
+        found, self._found = self._found, []
+        self._complete(found)
+
+
+def flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
+    """One vector, of the type that holds all of them, zero where a parameter took no part."""
+    pieces = [
+        parameter.new_zeros(parameter.numel()) if gradient is None else gradient.detach().to_dense().flatten()
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return torch.cat(pieces)

@@ -1,0 +1,101 @@
+"""Surroundings in which the sampler could not work, each refused in a sentence that names the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import CdgrabError
+from ..workers import WorkerGroup, one_worker_per_process
+
+REENTRANT = "activation checkpointing needs use_reentrant=False"
+WRAPPERS = {  # of accelerate, by class
+    "BatchSamplerShard": "accelerate's prepare(loader) would divide the batches a second time: prepare the model and "
+    "the optimiser only",
+    "SkipBatchSampler": "the sampler goes on by itself after load_state_dict: use no skip_first_batches, and "
+    "ignore_data_skip=True with Trainer",
+}
+
+
+def refuse_gpu_only(group: WorkerGroup) -> None:
+    """Signs and states travel from CPU memory, which NCCL alone cannot reach."""
+    if group.world_size == 1:
+        return
+    from torch.distributed import get_backend_config
+
+    backends = str(get_backend_config(group.channel))  # such as cpu:gloo,cuda:nccl
+    if "cpu:" not in backends:
+        raise CdgrabError(
+            f"the processes are connected by {backends} only, and orders travel from the CPU too: call "
+            'init_process_group() without a name, or with "cpu:gloo,cuda:nccl"'
+        )
+
+
+def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
+    """DDP's must be the sampler's."""
+    theirs = one_worker_per_process(process_group)
+    if theirs.world_size != group.world_size:
+        known = f"{group.world_size} process{'es' if group.world_size > 1 else ''}"
+        raise CdgrabError(
+            f"the sampler knows {known}, DDP has {theirs.world_size}: make the sampler after init_process_group, "
+            "and with process_group=… where DDP has one"
+        )
+    if theirs.rank != group.rank:
+        raise CdgrabError(
+            f"this is process {group.rank} of the sampler's and {theirs.rank} of DDP's: "
+            "give the sampler DDP's process_group"
+        )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise CdgrabError(f"DDP hands over no sparse gradients like those of {name}; make it with sparse=False")
+
+
+def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter]) -> None:
+    """Those that were frozen, or not there, when the sampler was attached."""
+    identities = {id(parameter) for parameter in known}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in identities:
+            raise CdgrabError(
+                f"{name} needs a gradient now and did not when the sampler was attached: attach a new sampler when the "
+                "model is complete and on its device"
+            )
+
+
+def refuse_wrapper(caller: object) -> None:
+    """caller: whoever takes batches from the sampler."""
+    name = type(caller).__name__
+    if type(caller).__module__.startswith("accelerate") and name in WRAPPERS:
+        raise CdgrabError(WRAPPERS[name])
+
+
+def same_layout(there: dict, here: dict, repartition: bool) -> bool:
+    """Whether a state fits; one that does not is refused, unless a new start was asked for."""
+    differing = [key for key, value in here.items() if there.get(key) != value]
+    if differing and not repartition:
+        details = ", ".join(f"{key} {there.get(key)!r} there, {here[key]!r} here" for key in differing)
+        raise CdgrabError(f"this state belongs to another sampler: {details}; repartition=True starts orders anew")
+    return not differing
+
+
+def refuse_other_sparsifier(state: dict | None, sparsifier: object) -> None:
+    if bool(state) != bool(sparsifier):
+        there, here = ("with", "without") if state else ("without", "with")
+        raise CdgrabError(f"this state belongs to a sampler attached {there} a sparsifier, and this one is {here}")
+
+
+def refuse_other_moment(loader: tuple[int, int], sampler: tuple[int, int] | None) -> None:
+    """Epoch and batch after which each was saved; None: the sampler has no state yet."""
+    if sampler is None:
+        raise CdgrabError(
+            "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
+            "and load that first"
+        )
+    if loader != sampler:
+        raise CdgrabError(
+            f"the loader was saved in epoch {loader[0]} after batch {loader[1]}, the sampler in epoch {sampler[0]} "
+            f"after batch {sampler[1]}: save both together, at a step of the optimiser, with snapshot_every_n_steps=1"
+        )

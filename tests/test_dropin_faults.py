@@ -1,0 +1,191 @@
+"""The drop-in sampler in one process when something goes wrong: batches left out, passes that fail, late changes."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+from dropin_cases import EXAMPLES, attached, dataset, gradient, network, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from cdgrab import CdgrabError, OrderedBatchSampler
+
+
+def one_pass(model, batch):
+    _, inputs, labels = dataset().tensors
+    nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+
+
+def seen_by(sampler):
+    """Gradients that the sampler gets from now on."""
+    seen, see = [], sampler.see
+    sampler.see = lambda gradients: (seen.append(gradients.clone()), see(gradients))
+    return seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_skipped_batches_count_as_zero_and_do_not_shift_the_others(accumulate):
+    model = network()
+    sampler = attached(model, 4, accumulation_steps=accumulate)
+    seen, expected = seen_by(sampler), []
+    for index, batch in enumerate(sampler):
+        model.zero_grad()
+        if index in (3, 4, 5):
+            sampler.skip()
+        else:
+            one_pass(model, batch)
+        expected.append(gradient(model))
+    summed = torch.stack(expected).unflatten(0, (-1, accumulate)).sum(1)
+    torch.testing.assert_close(torch.cat(seen), summed, rtol=1e-12, atol=1e-14)
+
+
+def test_skipped_examples_count_as_zero():
+    model = network()
+    sampler = attached(model, 7, unit="example")
+    seen = seen_by(sampler)
+    for batch in sampler:
+        sampler.skip() if len(seen) in (2, 8) else one_pass(model, batch)
+    assert [len(rows) for rows in seen] == [7] * 8 + [5]
+    assert [bool(rows.any()) for rows in seen] == [index not in (2, 8) for index in range(9)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_without_a_backward_pass_is_told(workers):
+    model = network()
+    sampler = attached(model)
+    with pytest.warns(UserWarning, match="call sampler.skip"):
+        for index, (numbers, _, _) in enumerate(DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)):
+            if index != 2:
+                one_pass(model, numbers)
+    with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
+        one_pass(model, numbers), one_pass(model, numbers)
+
+
+def test_a_second_backward_pass_is_refused_at_once():
+    model = network()
+    sampler = attached(model)
+    with pytest.raises(CdgrabError, match="more backward passes than the 1 batches so far.*use_reentrant=False"):
+        for batch in sampler:
+            one_pass(model, batch), one_pass(model, batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_backward_pass_that_failed_is_forgotten(accumulate):
+    """As when memory runs out on the way: the batch is tried again."""
+
+    class Fails(torch.autograd.Function):
+        now = False
+
+        @staticmethod
+        def forward(context, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            if Fails.now:
+                raise MemoryError
+            return gradient
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = network()
+
+        def forward(self, inputs):
+            return self.parts[2](Fails.apply(self.parts[:2](inputs)))
+
+    model = Module()
+    sampler = attached(model, 4, accumulation_steps=accumulate)
+    seen, expected = seen_by(sampler), []
+    for index, batch in enumerate(sampler):
+        for Fails.now in [True, False] if index == 3 else [False]:
+            model.zero_grad()
+            with suppress(MemoryError):
+                one_pass(model, batch)
+        expected.append(gradient(model))
+    summed = torch.stack(expected).unflatten(0, (-1, accumulate)).sum(1)
+    torch.testing.assert_close(torch.cat(seen), summed, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_converted_after_attach_is_seen_all_the_same():
+    model, same = network().float(), network()
+    sampler = attached(model)
+    model.double().load_state_dict(same.state_dict())
+    assert train(model, sampler) == train(same, attached(same))
+
+
+def test_an_epoch_without_any_gradient_is_told():
+    sampler, other = attached(network()), network()
+    with pytest.warns(UserWarning, match="no gradient of epoch 0 was seen"):
+        train(other, sampler, epochs=2)
+
+
+def test_parameters_that_come_later_are_refused():
+    model = network()
+    model[0].requires_grad_(False)
+    sampler = attached(model)
+    train(model, sampler, epochs=1)
+    model[0].requires_grad_(True)
+    with pytest.raises(CdgrabError, match="0.weight needs a gradient now"):
+        next(iter(sampler))
+
+
+def test_a_refused_attach_can_be_repeated():
+    model = network()
+    sampler = OrderedBatchSampler(dataset(), 8, seed=3)
+    state = attached(network(width=9)).state_dict()
+    with pytest.raises(CdgrabError, match="has no option"):
+        sampler.attach(model, density=0.1)
+    sampler.load_state_dict(state)
+    with pytest.raises(CdgrabError, match="dim"):
+        sampler.attach(model)
+    other = network(width=9)
+    assert len(train(other, sampler.attach(other), epochs=1)[0]) == 8
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_gradients_by_autograd_grad():
+    model = network()
+    sampler = attached(model)
+    _, inputs, labels = dataset().tensors
+    seen = seen_by(sampler)
+    for batch in sampler:
+        loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+        with sampler.paused():
+            torch.autograd.grad(loss, model.parameters(), retain_graph=True)
+        found = torch.autograd.grad(loss, model.parameters())  # a backward pass like others
+        torch.testing.assert_close(seen[-1][0], torch.cat([gradient.flatten() for gradient in found]))
+    assert len(seen) == 8
+
+
+def test_sparse_embeddings():
+    def run(sparse):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(EXAMPLES, 3, sparse=sparse), nn.Linear(3, 2)).double()
+        sampler, visited = attached(model), []
+        for _ in range(2):
+            for batch in sampler:
+                visited.append(batch)
+                nn.functional.cross_entropy(model(torch.tensor(batch)), dataset().tensors[2][batch]).backward()
+                model.zero_grad()
+        return visited
+
+    assert run(sparse=True) == run(sparse=False)
+
+
+def test_reentrant_checkpointing_is_refused_and_the_other_kind_works():
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.parts, self.reentrant = network(), reentrant
+
+        def forward(self, inputs):
+            hidden = checkpoint(self.parts[:2], inputs.requires_grad_(), use_reentrant=self.reentrant)
+            return checkpoint(self.parts[2], hidden, use_reentrant=self.reentrant)
+
+    model, plain = Checkpointed(False), network()
+    assert train(model, attached(model)) == train(plain, attached(plain))
+    model = Checkpointed(True)
+    with pytest.raises(CdgrabError, match="use_reentrant=False"):
+        train(model, attached(model))
