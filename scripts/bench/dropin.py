@@ -1,7 +1,10 @@
 """The drop-in sampler in a plain DDP script: time per step next to a DistributedSampler, and what the orders gain.
 
-Both scripts run in the same processes, epoch by epoch in turn, each with its own model and loader. The losses are those
-of `examples/resumable.py` (dropout, BatchNorm, loader processes, accumulation, a gradient scaler) after equal epochs.
+Both scripts run in the same processes, epoch by epoch in turn, each with its own model and loader. There are two models
+of about a million parameters: a convolutional network, and one of linear layers only, which computes as little per
+parameter as any model does, so that communication and ordering are most of its step. The losses are those of
+`examples/resumable.py` (dropout, BatchNorm, loader processes, accumulation, a gradient scaler) after equal epochs;
+random reshuffling visits the same fixed batches in random order.
 """
 
 from __future__ import annotations
@@ -26,29 +29,35 @@ from cdgrab.significance import paired_p
 
 from .measure import summary, under_torchrun
 
-PROCESSES, BATCH, WIDTH = 4, 32, 940  # about a million parameters
+PROCESSES, BATCH = 4, 32
 EPOCHS = {"smoke": 2, "quick": 8, "full": 30}
-STEPS = {"smoke": 4, "quick": 40, "full": 40}
+STEPS = {"linear": {"smoke": 4, "quick": 40, "full": 40}, "convolutional": {"smoke": 2, "quick": 10, "full": 20}}
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
 TRAINED = {"smoke": 1, "quick": 10, "full": 10}  # epochs of the example
 
 
 def measure(device: str, size: str) -> list[dict]:
     torch.set_num_threads(1)
-    found = under_torchrun("scripts.bench.dropin", PROCESSES, (EPOCHS[size], STEPS[size]))[0]
-    ratios = [ours / plain for plain, ours in zip(found["plain"], found["ours"], strict=True)]
-    row = {"device": "cpu", "what": "step", "processes": PROCESSES, "dim": found["dim"]}
-    row |= summary("plain_us", found["plain"]) | summary("ours_us", found["ours"]) | summary("ratio", ratios)
-    print("  a step: DistributedSampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}".format(**row), flush=True)
+    rows = [_steps(network, size) for network in STEPS]
     losses = {sorter: [_trained(sorter, size, seed) for seed in range(SEEDS[size])] for sorter in ("d_rr", "cd_grab")}
     gains = [ours - random for ours, random in zip(losses["cd_grab"], losses["d_rr"], strict=True)]
     wins = sum(gain < 0 for gain in gains)
     print(f"  train loss, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}, "
           f"lower on {wins} of {len(gains)} seeds, p = {paired_p(gains):.2g}", flush=True)  # fmt: skip
     return [
-        row,
+        *rows,
         {"device": "cpu", "what": "loss", "epochs": TRAINED[size], **{f"{s}_losses": v for s, v in losses.items()}},
     ]
+
+
+def _steps(network: str, size: str) -> dict:
+    found = under_torchrun("scripts.bench.dropin", PROCESSES, (network, EPOCHS[size], STEPS[network][size]))[0]
+    ratios = [ours / plain for plain, ours in zip(found["plain"], found["ours"], strict=True)]
+    row = {"device": "cpu", "what": "step", "network": network, "processes": PROCESSES, "dim": found["dim"]}
+    row |= summary("plain_us", found["plain"]) | summary("ours_us", found["ours"]) | summary("ratio", ratios)
+    words = "  a step, {network} network: DistributedSampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}"
+    print(words.format(**row), flush=True)
+    return row
 
 
 def _trained(sorter: str, size: str, seed: int) -> float:
@@ -61,8 +70,16 @@ def _trained(sorter: str, size: str, seed: int) -> float:
 # -- in every process --------------------------------------------------------------------------------------------------
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+def make_network(name: str) -> nn.Module:
+    """For images [1, 8, 8]; a little below a million parameters."""
+    if name == "linear":
+        layers = (nn.Linear(64, 940), nn.ReLU(), nn.Linear(940, 940), nn.ReLU(), nn.Linear(940, 10))
+        return nn.Sequential(nn.Flatten(), *layers)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(128, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)),
+    )
 
 
 def epoch_of(model: nn.Module, loader: DataLoader, optimiser: torch.optim.Optimizer) -> float:
@@ -77,13 +94,13 @@ def epoch_of(model: nn.Module, loader: DataLoader, optimiser: torch.optim.Optimi
     return (time.perf_counter() - start) / len(loader) * 1e6
 
 
-def main(target: str, epochs: str, steps: str) -> None:
+def main(target: str, network: str, epochs: str, steps: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     examples = int(steps) * BATCH * dist.get_world_size()
-    data = TensorDataset(torch.randn(examples, 64), torch.randint(10, (examples,)))
-    models = [DistributedDataParallel(network()) for _ in range(2)]
+    data = TensorDataset(torch.randn(examples, 1, 8, 8), torch.randint(10, (examples,)))
+    models = [DistributedDataParallel(make_network(network)) for _ in range(2)]
     optimisers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     plain = DataLoader(data, BATCH, sampler=DistributedSampler(data), drop_last=True)
     ordered = OrderedBatchSampler(data, BATCH, drop_last=True)
