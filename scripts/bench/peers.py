@@ -1,4 +1,4 @@
-"""Our `grab` and `grab_pair` on one process against the PyPI package grab-sampler: same model, data and first order.
+"""Our `grab` and `grab_pair` on one process against the package grab-sampler: same model, data and first order.
 
 Both run in the same plain loop (per-example gradients by vmap, SGD with momentum), with the sorter as the only
 difference, epoch by epoch in turn. Nothing of grab-sampler's data loading is charged to it. A second row has our own
