@@ -101,7 +101,7 @@ def memory(device: str) -> Figure:
     """Extra memory of CD-GraB over D-RR per process, beside the paper's Figure 8."""
     found, paper = rows("memory", device), papers_extra_mib()
     with plt.style.context(STYLE):
-        figure, panel = plt.subplots(figsize=(5.4, 3.2))
+        figure, panel = plt.subplots(figsize=(1.1 * len(found) + 2.1, 3.2))
         bottom = 0.0
         for (use, extra), colour in zip(paper.items(), ("#7b5ea7", "#b9a7d1"), strict=True):
             panel.bar(0, extra, 0.6, bottom=bottom, color=colour, label=f"{use.lower()}, paper")
@@ -110,7 +110,8 @@ def memory(device: str) -> Figure:
         spread = [abs(found["extra_bytes"] - found["extra_bytes_quartiles"].str[end]) / MIB for end in (0, 1)]
         panel.bar(places, found["extra_bytes"] / MIB, 0.6, yerr=spread, color=OURS, label="ours", capsize=3)
         panel.axhline(3 * 4 * found["dim"].iloc[0] / MIB, color=FLOOR, ls="--", lw=1.1, label="3 floats per parameter")
-        labels = [f"{row.workers} workers,\n{row.processes} processes" for row in found.itertuples()]
+        processes = [f"{count} process{'es' * (count > 1)}" for count in found["processes"]]
+        labels = [f"{count} workers,\n{on}" for count, on in zip(found["workers"], processes, strict=True)]
         panel.set_xticks([0, *places], ["paper,\n4 workers", *labels])
         panel.set_ylabel("extra MiB per process")
         _finish(figure, caption("memory", device))
