@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checkpoint, interruption, kernels, streams
+from . import checkpoint, kernels, streams
 from .clock import Clock
 from .compiled import Compiled
 from .config import Run, refuse_other_settings
@@ -170,7 +170,7 @@ class Trainer:
 
     def fit(self, log: RunLog, quiet: bool = False) -> None:
         """Train the epochs that are still to do; metrics and a checkpoint after each."""
-        with _progress_bar(self, quiet) as bar, torch.no_grad(), interruption.remembered():
+        with _progress_bar(self, quiet) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
                 clock = Clock()
                 order = self.sorter.order(self.epochs_done)
@@ -218,7 +218,6 @@ class Trainer:
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))
-        interruption.raise_if_heard()
 
     def _observe(self, seen: Tensor) -> None:
         """Unit gradients of the next steps, in the middle of a block, at whose end it turns out if they are finite."""
