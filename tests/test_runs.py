@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -151,7 +152,9 @@ def test_interrupting_says_how_to_go_on(tmp_path):
         "compile=off",
         f"run_dir={tmp_path / 'run'}",
     ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    # Tests may run in the background of a shell, where Ctrl-C is ignored, also by whatever they start.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 2 and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
