@@ -45,6 +45,7 @@ class OrderServer:
         """A new epoch, or one that goes on at row `first`. What was collected is forgotten, and so are the signs of
         blocks that are being decided: `rest` first where they still matter to anybody."""
         self._collected: list[Tensor] = []
+        self._collected_bytes = 0  # counted, since tiny models collect thousands of rows before they make a block
         self._next = first  # number of the first row that has not been handed to `decide`
         self._running: deque[_Block] = deque()
         self._decided: list[_Block] = []
@@ -58,10 +59,11 @@ class OrderServer:
     def submit(self, rows: Tensor) -> None:
         """Take the next rows [n, ...]. They belong to the server from now on."""
         self._collected.append(rows)
+        self._collected_bytes += _bytes(rows)
 
     def advance(self) -> None:
         """Hand over what was submitted if it makes a block: if as much again as came last would be too much."""
-        if self._collected and sum(map(_bytes, self._collected)) + _bytes(self._collected[-1]) > self._block_bytes:
+        if self._collected and self._collected_bytes + _bytes(self._collected[-1]) > self._block_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -74,7 +76,7 @@ class OrderServer:
             self._settle_oldest()
         self._handing_over = True  # who is interrupted here has rows of which nobody knows whether they were decided
         self._running.append(self._begin(self._next, rows))
-        self._next, self._collected = self._next + len(rows), []
+        self._next, self._collected, self._collected_bytes = self._next + len(rows), [], 0
         self._handing_over = False
 
     def settle(self) -> Tensor | None:

@@ -90,16 +90,14 @@ class CapturedSteps(Steps):
         self,
         *parts,
         block_steps: int,
-        per_unit: bool,
-        kept_steps: int | None = None,
+        kept_steps: int = 1,
         observe: Callable[[Tensor], None] | None = None,
     ) -> None:
         """block_steps: at most, per call of `run`.
         observe: is given the unit gradients of every `kept_steps` steps, [local workers, units, dim], which the next
-        steps overwrite; `run` then returns none. Nothing waits for the GPU, and few gradients are held."""
+        steps overwrite; `run` returns none. Nothing waits for the GPU, and few gradients are held."""
         super().__init__(*parts)
-        self.per_unit, self.block_steps = per_unit, block_steps
-        self.kept_steps, self.observe = kept_steps or block_steps, observe
+        self.block_steps, self.kept_steps, self.observe = block_steps, kept_steps, observe
         self.parameters = self.parameters.clone()
         self.carry = [state.clone() for state in self.carry]
         self.optimiser.state = [state.clone() for state in self.optimiser.state]
@@ -128,8 +126,7 @@ class CapturedSteps(Steps):
                 self.observe(block.unit_gradients(1 + (step - 1) % self.kept_steps))
                 clock.lap("ordering")
         clock.lap("gradients")
-        seen = block.unit_gradients(steps) if self.per_unit and not self.observe else self.parameters.new_empty(0)
-        return seen, block.losses[:steps].T
+        return self.parameters.new_empty(0), block.losses[:steps].T
 
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
@@ -145,7 +142,7 @@ class _Block:
         self.step = torch.zeros(2, dtype=torch.long, device=device)  # of the block, and of those whose gradients stay
         self.steps = torch.tensor([steps.block_steps, steps.kept_steps], device=device)
         dim, dtype = len(steps.parameters), steps.parameters.dtype
-        kept = steps.kept_steps if steps.per_unit else 0
+        kept = steps.kept_steps if steps.observe else 0
         self.gradients = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
         self._wide = _widest(self.gradients)
         self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
@@ -157,7 +154,7 @@ class _Block:
         inputs = (steps.parameters, *steps.carry, *batch)
         unit_gradients, mean, worker_losses, *carry = steps.gradients.for_inputs(*inputs)(*inputs)
         parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
-        if steps.per_unit:
+        if steps.observe:
             _as(self._wide, self.gradients).index_copy_(0, place, _as(self._wide, unit_gradients[None]))
         self.losses.index_copy_(0, step, worker_losses[None].to(self.losses.dtype))
         _overwrite(steps._state(), [parameters, *carry, *optimiser_state])

@@ -79,7 +79,7 @@ class Trainer:
             kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
             # data is fetched step by step: a block is what runs between two looks at the losses
             self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
-            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, per_unit=self.per_unit, **kept)
+            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import CdgrabError
 
 DEVICES = ("auto", "cpu", "cuda")
-FEW = 2**16  # bytes
+FEW = 2**16  # bytes up to which a sum takes as long as its rounds
 WHOLE = 2**16  # numbers of all processes together up to which one collective is faster than two with less traffic
 
 # The first name is new in torch 2.13, where the second is deprecated.
@@ -193,6 +193,10 @@ class WorkerGroup:
     def separate(self) -> WorkerGroup:
         """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
         return replace(self, channel=dist.new_group(backend="gloo")) if self.world_size > 1 else self
+
+    def backends(self) -> str:
+        """What connects the processes, by device, such as cpu:gloo,cuda:nccl; empty where there is but one."""
+        return str(dist.get_backend_config(self.channel)) if self.world_size > 1 else ""
 
     def barrier(self) -> None:
         if self.world_size > 1:

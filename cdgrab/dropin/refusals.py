@@ -20,12 +20,8 @@ WRAPPERS = {  # of accelerate, by class
 
 def refuse_gpu_only(group: WorkerGroup) -> None:
     """Signs and states travel from CPU memory, which NCCL alone cannot reach."""
-    if group.world_size == 1:
-        return
-    from torch.distributed import get_backend_config
-
-    backends = str(get_backend_config(group.channel))  # such as cpu:gloo,cuda:nccl
-    if "cpu:" not in backends:
+    backends = group.backends()
+    if backends and "cpu:" not in backends:
         raise CdgrabError(
             f"the processes are connected by {backends} only, and orders travel from the CPU too: call "
             'init_process_group() without a name, or with "cpu:gloo,cuda:nccl"'

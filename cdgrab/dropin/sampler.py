@@ -223,9 +223,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     def begins(self) -> bool:
         """Called when a backward pass begins. Returns whether it counts; one too many is refused."""
-        if self.counts():
+        counts = self.counts()
+        if counts:
             self.pace.backward(self._done())
-        return self.counts()
+        return counts
 
     def scale(self) -> float:
         """What gradients are multiplied by."""
