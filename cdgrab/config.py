@@ -76,7 +76,7 @@ class Run:
         """The flat settings that decide the result; two runs with the same are the same run."""
         flat = flatten(OmegaConf.to_container(self.config, resolve=True))
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
-        kept = {k: v for k, v in kept.items() if UNSAID.get(k) != v}
+        kept = {k: v for k, v in kept.items() if k not in UNSAID or UNSAID[k] != v}
         return kept | {"source": self.source.label}
 
 

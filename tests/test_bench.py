@@ -92,18 +92,6 @@ def test_flips_are_counted_and_those_beyond_rounding_told_apart():
     assert flips.count_flips({"near": near}, all_alike) == {"signs": 2, "flips": 1, "flips_beyond": 0}
 
 
-def test_rows_cut_short_are_walked_through_by_as_many_programs(on_gpu):
-    gpu, device = on_gpu
-    rows = torch.randn(6, 3, 2000, device=device)
-    cut, shape = balance.few_coordinates_each(rows)
-    whole = gpu._shape_for(rows, 1, 18)
-    programs = gpu._cut(2000, whole.columns, whole.programs)[1]
-    assert gpu._cut(cut.shape[2], shape.columns, shape.programs) == (1, programs) and programs > 1
-    running, limits = torch.zeros(2, cut.shape[2], dtype=torch.float64), torch.zeros(6, 3, dtype=torch.float64)
-    signs = gpu.balance(cut, running[:1].to(device), limits.to(device), shape)
-    assert torch.equal(signs.cpu(), kernels.balance(cut.cpu(), running[1:], limits))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_launches_are_timed_apart():
     rows, running = torch.randn(4, 64, 62_006, device="cuda"), torch.zeros(1, 62_006, dtype=torch.float64).cuda()

@@ -134,6 +134,8 @@ def assert_ties(module, device, rows, expected):
 def test_rows_that_cancel_are_ties_on_a_gpu(on_gpu):
     for module, device in ((balance, "cpu"), on_gpu):
         assert_ties(module, device, *cancelling_rows(100, 1, 23, torch.float32))
+        for workers, dim in ((1, 23), (4, 600), (6, 9000)):
+            assert_ties(module, device, *cancelling_rows(72 // workers, workers, dim, torch.float64))
 
 
 @dtypes

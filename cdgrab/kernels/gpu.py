@@ -81,9 +81,10 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     for first in range(0, blocks, MOST_BLOCKS):
         some = min(MOST_BLOCKS, blocks - first)
         matrices = _gram(where, first, some, sums, shape)
+        lenient = _lenient(limits[:, first * shape.rows :], matrices)
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
-            arguments = (*where, running, limits, signs, matrices, products, arrived, first, some, begin, end, tiles)
+            arguments = (*where, running, lenient, signs, matrices, products, arrived, first, some, begin, end, tiles)
             _launch(_walk_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
 
 
@@ -96,6 +97,15 @@ def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Ten
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns, "VECTOR": shape.vector}
     _launch(_gram_kernel, (splits, blocks, sums), (*where, parts, first, tiles), sizes, shape.gram_warps, False)
     return parts[:, :, 0] if splits == 1 else parts.sum(2)
+
+
+def _lenient(limits: Tensor, matrices: Tensor) -> Tensor:
+    """Limits of full blocks [sums, rows], higher by what rounding may leave of a row's product with r, in which rows as
+    long as any of its block may have cancelled."""
+    lengths = matrices.diagonal(dim1=2, dim2=3).sqrt()
+    lenient = (lengths * (lengths.amax(2, keepdim=True) * plain.ROUNDING)).flatten(1)
+    lenient[:, : limits.shape[1]] += limits[:, : lenient.shape[1]]
+    return lenient
 
 
 def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
@@ -123,7 +133,8 @@ def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
         return Shape(many, columns=32, warps=1, programs=1)
     processors, shared_memory = _machine(rows.device)
     if dim <= 256 * (2 * processors // sums):  # each program keeps its coordinates of a block in registers
-        return Shape(many, vector=min(2, vector), programs=2 * processors // sums)
+        programs = 2 * processors // sums
+        return Shape(many, gram_columns=64, gram_warps=2, vector=min(2, vector), programs=programs)
     columns, stages = 2048 // rows.element_size(), max(1, min(3, shared_memory // 2**16))
     return Shape(columns=columns, vector=vector, stages=stages, programs=max(1, processors // sums))
 
@@ -194,7 +205,7 @@ def _walk_kernel(
     program, which, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     sums, dim = tl.num_programs(1), vectors * VECTOR
     mine, my_running = rows + which.to(tl.int64) * worker_stride * VECTOR, running + which.to(tl.int64) * dim
-    my_limits, my_signs = limits + which.to(tl.int64) * count, signs + which.to(tl.int64) * count
+    my_limits, my_signs = limits + which.to(tl.int64) * blocks * ROWS, signs + which.to(tl.int64) * count
     my_gram = gram + which.to(tl.int64) * blocks * ROWS * ROWS
     lane = tl.arange(0, ROWS)
     column = program * tiles * COLUMNS + tl.arange(0, COLUMNS)
@@ -216,7 +227,7 @@ def _walk_kernel(
         found = tl.zeros((ROWS,), tl.float32)
         if step > 0:
             index = (first + step - 1) * ROWS + lane
-            limit = tl.load(my_limits + index, mask=old_exist, other=0.0)
+            limit = tl.load(my_limits + (step - 1) * ROWS + lane)
             here = my_gram + (step - 1) * ROWS * ROWS
             matrix = tl.load(here + lane[:, None] * ROWS + lane[None, :])
             every = tl.arange(0, PROGRAMS)[:, None]

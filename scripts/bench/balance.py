@@ -6,8 +6,7 @@ read the rows twice at the highest bandwidth that this device shows. On a GPU al
 
 * `ours_training_us`: on blocks as large as training hands over, half of `train.BLOCK_BYTES` (two gradients, one row);
 * `chain_us`: our kernel on 32 coordinates of the same rows: each sign needs those before it, and this is what that
-  takes with hardly a row to read; `chain_programs_us`: the same with 32 coordinates for each of the programs that the
-  whole rows are cut for, so that they wait for each other as often;
+  takes with hardly a row to read;
 * `gram_us`, `walk_us`: its two kinds of launches apart, by the GPU's clock, at 64 workers and 62,006 coordinates;
 * `signs`, `flips`, `flips_beyond`: see `count_flips`.
 """
@@ -15,7 +14,6 @@ read the rows twice at the highest bandwidth that this device shows. On a GPU al
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -27,7 +25,7 @@ from .flips import count_flips, some_rows
 from .measure import alternately, finish_on, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
-BLOCK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # of a block
+BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**32}  # of a block
 MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 CHAIN_DIM = 32
@@ -89,10 +87,6 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
         contenders["chain_us"] = (lambda: kernels.balance(few, few_running, limits), block)
         trained = max(1, min(block, train.BLOCK_BYTES["cuda"] // 2 // position_bytes))
         contenders["ours_training_us"] = (lambda: kernels.balance(rows[:trained], running, limits[:trained]), trained)
-    if device == "cuda" and kernels.gpu and dim > CHAIN_DIM:
-        cut, shape = few_coordinates_each(rows)
-        cut_running = running[:, : cut.shape[2]].clone()
-        contenders["chain_programs_us"] = (lambda: kernels.gpu.balance(cut, cut_running, limits, shape), block)
     bandwidth_tests = {"read": source.sum, "copy": lambda: target.copy_(source)}
     calls = {key: call for key, (call, _) in contenders.items()} | bandwidth_tests
     seconds = alternately(calls, repeats, finish_on(device))
@@ -110,14 +104,6 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "block_positions": block,
     }
-
-
-def few_coordinates_each(rows: Tensor) -> tuple[Tensor, object]:
-    """Rows cut short, and a shape for which as many programs walk through them as through the whole ones."""
-    shape = kernels.gpu._shape_for(rows, 1, rows.shape[0] * rows.shape[1])
-    _, programs = kernels.gpu._cut(rows.shape[2], shape.columns, shape.programs)
-    cut = rows[..., : programs * CHAIN_DIM].contiguous()
-    return cut, replace(shape, columns=CHAIN_DIM, vector=1, warps=1, programs=programs)
 
 
 def launches(call, positions: int, repeats: int) -> dict[str, float | list[float]]:
