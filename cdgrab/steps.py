@@ -143,21 +143,43 @@ class _Block:
         self.steps = torch.tensor([steps.block_steps, steps.kept_steps], device=device)
         dim, dtype = len(steps.parameters), steps.parameters.dtype
         kept = steps.kept_steps if steps.observe else 0
-        self.gradients = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
-        self._wide = _widest(self.gradients)
+        self.kept = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
+        self._wide = _widest(self.kept)
         self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
-        self.replay = captured(self._one_step, device)
+        if steps.mean:  # by Python, between the step's two halves
+            self._means = torch.empty(workers, dim, dtype=dtype, device=device)
+            self._mean = torch.zeros(dim, dtype=dtype, device=device)
+            self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
+        else:
+            self._whole = captured(lambda: self._update(self._gradients()), device)
 
-    def _one_step(self) -> None:
+    def replay(self) -> None:
+        if not self._steps.mean:
+            return self._whole()
+        first_half, second_half = self._halves
+        first_half()
+        self._mean.copy_(self._steps.mean(self._means))
+        second_half()
+
+    def _first_half(self) -> None:
+        self._means.copy_(self._gradients())
+
+    def _gradients(self) -> Tensor:
+        """Returns the mean [dim], or means [workers, dim] where a sparsifier takes theirs."""
         steps, (step, place) = self._steps, self.step.split(1)
         batch = steps.task.fetch("train", self.visits.index_select(0, step)[0])
         inputs = (steps.parameters, *steps.carry, *batch)
         unit_gradients, mean, worker_losses, *carry = steps.gradients.for_inputs(*inputs)(*inputs)
-        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
         if steps.observe:
-            _as(self._wide, self.gradients).index_copy_(0, place, _as(self._wide, unit_gradients[None]))
+            _as(self._wide, self.kept).index_copy_(0, place, _as(self._wide, unit_gradients[None]))
         self.losses.index_copy_(0, step, worker_losses[None].to(self.losses.dtype))
-        _overwrite(steps._state(), [parameters, *carry, *optimiser_state])
+        _overwrite(steps.carry, carry)
+        return mean
+
+    def _update(self, mean: Tensor) -> None:
+        steps = self._steps
+        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
+        _overwrite([steps.parameters, *steps.optimiser.state], [parameters, *optimiser_state])
         self.step.copy_((self.step + 1) % self.steps)
 
     def begin(self, visits: Tensor) -> None:
@@ -167,7 +189,7 @@ class _Block:
 
     def unit_gradients(self, steps: int) -> Tensor:
         """Of the first that are kept, [workers, units, dim]."""
-        return self.gradients[:steps].transpose(0, 1).flatten(1, 2)
+        return self.kept[:steps].transpose(0, 1).flatten(1, 2)
 
 
 def _widest(steps: Tensor) -> torch.dtype:

@@ -75,11 +75,11 @@ class Trainer:
         optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
         self.block_steps = self._block_steps()
         parts = (task, self.gradients, optimiser, group, parameters)
-        if self._compiled() and device.type == "cuda" and group.world_size == 1 and not self.sparse_mean:
+        if self._compiled() and device.type == "cuda" and group.world_size == 1:
             kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
             # data is fetched step by step: a block is what runs between two looks at the losses
             self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
-            self.loop = CapturedSteps(*parts, block_steps=self.block_steps, **kept)
+            self.loop = CapturedSteps(*parts, None, self.sparse_mean, block_steps=self.block_steps, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done = 0

@@ -18,6 +18,7 @@ TASKS = {
     "lstm_wiki2": ["task=lstm_wiki2", "workers=2", "task.dtype=float64"],  # carries, backward passes, clipping
     "cifar10": ["task=cifar10", "workers=4", "task.batch=16", "task.dtype=float64"],
 }
+TASKS["sparse"] = [*TASKS["mlp_m4"], "sparsifier=exdyna", "sparsifier.density=0.1"]
 
 
 def both(overrides, device, block_steps, kept_steps=2):
@@ -28,6 +29,7 @@ def both(overrides, device, block_steps, kept_steps=2):
         task = make_task(run.config, run.source, device)
         trainer = Trainer(run, task, WorkerGroup(run.config.workers), device)
         parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.group, trainer.loop.parameters)
+        parts += (None, trainer.sparse_mean)
         observe = (lambda some: pieces.append(some.clone())) if trainer.per_unit else None
         options = {"block_steps": block_steps, "kept_steps": kept_steps, "observe": observe}
         made.append(kind(*parts, **(options if kind is CapturedSteps else {})))
