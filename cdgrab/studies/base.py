@@ -141,6 +141,9 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
         return
     manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
     manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(done)}
+    if done:  # perhaps on another machine, by another version
+        made_with = {key: before[key] for key in environment() if key in before}
+        manifest["earlier"] = [*before.get("earlier", []), made_with]
     study.directory.mkdir(parents=True, exist_ok=True)
     _write_manifest(study, manifest)
     _write_in_order(study, done, parts)
