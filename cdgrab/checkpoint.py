@@ -1,7 +1,14 @@
-"""Checkpoints at epoch ends: atomic, independent of the process count, loaded without executing anything."""
+"""Checkpoints: atomic, checksummed, the last few kept, independent of the process count; loading executes nothing.
+
+A file is one line, which names the format and the SHA-256 of the rest, and then what torch.save makes of the content.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -9,47 +16,105 @@ from pathlib import Path
 import torch
 
 from .errors import CdgrabError
-from .state import WorkerState, collected
-from .workers import WorkerGroup
 
 FILE = "checkpoint.pt"
+FORMAT = b"cdgrab checkpoint 2 "
+UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
+log = logging.getLogger("cdgrab")
 
 
-def save(
-    directory: Path,
-    group: WorkerGroup,
-    science: dict,
-    epochs_done: int,
-    parameters,
-    optimiser_state,
-    holders: dict[str, WorkerState],
-) -> None:
-    """Called by all ranks; rank 0 writes. The per-worker state of sorter and sparsifier, of all processes, goes into
-    the one file."""
-    states = {name: collected(holder.state_dict(), group) for name, holder in holders.items()}
-    if group.rank:
-        return
-    content = {
-        "science": science,
-        "epochs_done": epochs_done,
-        "parameters": parameters,
-        "optimiser": list(optimiser_state),
-        **states,
-    }
+def save(directory: Path, content: dict, keep: int = 1) -> None:
+    """Either the old checkpoint or the whole new one is the newest, whenever the machine stops. The `keep` newest stay;
+    a disk that is full leaves the old ones as they were."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    payload = buffer.getbuffer()
     temporary = directory / f".{FILE}.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / FILE)
-
-
-def load(directory: Path, device: torch.device) -> dict | None:
-    """The checkpoint of a run, None when there is none."""
-    path = directory / FILE
-    if not path.exists():
-        return None
     try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CdgrabError(f"the checkpoint {path} cannot be read; move it away to start this run again") from error
+        with open(temporary, "wb") as file:
+            file.write(FORMAT + hashlib.sha256(payload).hexdigest().encode() + b"\n")
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        _age(directory, keep)
+        os.replace(temporary, directory / FILE)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync(directory)
+
+
+def exists(directory: Path) -> bool:
+    return any(path.exists() for path in _paths(directory))
+
+
+def load(directory: Path, speak: bool = True) -> dict | None:
+    """The newest checkpoint that can be read, on the CPU; None when there is none. Says which newer one is damaged."""
+    damaged = []
+    for path in _paths(directory):
+        if not path.exists():
+            continue
+        try:
+            content = _read(path)
+        except UNREADABLE as error:
+            damaged.append(f"{path} ({_brief(error)})")
+            continue
+        if damaged and speak:
+            log.warning("damaged: %s; going on from %s", ", ".join(damaged), path.name)
+            print(f"warning: {damaged[0]} cannot be read; going on from the one before it, {path.name}", flush=True)
+        return content
+    if damaged:
+        raise CdgrabError(
+            f"the checkpoint {damaged[0]} cannot be read, and there is none before it; move it away to start again"
+        )
+    return None
+
+
+def _read(path: Path) -> dict:
+    with open(path, "rb") as file:
+        line, payload = file.readline(len(FORMAT) + 65), file.read()
+    if not line.startswith(FORMAT):
+        raise ValueError("it is of another version, or no checkpoint")
+    if line[len(FORMAT) :].strip() != hashlib.sha256(payload).hexdigest().encode():
+        raise ValueError("its checksum is wrong")
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+
+
+def _paths(directory: Path) -> list[Path]:
+    """Newest first."""
+    older = sorted(directory.glob("checkpoint.[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
+    return [directory / FILE, *older]
+
+
+def _age(directory: Path, keep: int) -> None:
+    """The newest gets a second name, so that there is one under its own all the time."""
+    names = [directory / FILE, *(directory / f"checkpoint.{age}.pt" for age in range(1, keep))]
+    for older in _paths(directory)[1:]:
+        if older not in names:
+            older.unlink()
+    for newer, older in reversed(list(zip(names[1:-1], names[2:], strict=True))):
+        if newer.exists():
+            os.replace(newer, older)
+    if keep > 1 and names[0].exists():
+        second = directory / f".{FILE}.old"
+        second.unlink(missing_ok=True)
+        try:
+            os.link(names[0], second)
+            os.replace(second, names[1])
+        except OSError:  # a file system without second names
+            os.replace(names[0], names[1])
+
+
+def _sync(directory: Path) -> None:
+    """Names are on the disk too, where directories can be synchronised."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _brief(error: Exception) -> str:
+    return str(error).partition("\n")[0][:100] or type(error).__name__

@@ -10,8 +10,9 @@ PHASES = ("data", "gradients", "communication", "ordering", "optimiser", "evalua
 class Clock:
     """Adds the time since the last lap to a phase. On a GPU that is the time the host spends there: kernels run on."""
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        """seconds: what has been counted before."""
+        self.seconds = dict.fromkeys(PHASES, 0.0) | (seconds or {})
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:

@@ -45,6 +45,10 @@ DEPLOYMENT = {
     "compile",
     "threads",
     "size",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "restarts",
+    "timeout",
     "sorter.buffer_mb",
     "sorter.background",
     "task.device",
@@ -82,6 +86,8 @@ class Run:
 
 def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
     """Refuse to go on with results of other settings. Settings that did not exist when they were stored don't count."""
+    if not isinstance(stored, dict):
+        raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
     now, stored = UNSAID | run.science, UNSAID | stored
     differing = sorted(key for key in stored.keys() & now.keys() if stored[key] != now[key])
     if differing:
@@ -113,6 +119,11 @@ def validate(config: DictConfig) -> None:
     _whole(config, "epochs", 1)
     _whole(config, "seed", 0)
     _whole(config, "threads", 1)
+    _whole(config, "checkpoint.keep", 1)
+    _whole(config, "restarts", 0)
+    _number(config, "timeout", above=0.0)
+    if config.checkpoint.every_steps is not None:
+        _whole(config, "checkpoint.every_steps", 1)
     _whole(config, "task.batch", 1)
     _one_of(config, "task.optimiser", OPTIMISERS)
     _one_of(config, "task.schedule.kind", SCHEDULES)

@@ -11,3 +11,15 @@ class NotFiniteError(CdgrabError):
 
 class DivergedError(CdgrabError):
     """The loss or the parameters stopped being finite."""
+
+
+class MissingError(CdgrabError):
+    """Another process of the run is gone, or stands still."""
+
+
+class Stopped(CdgrabError):
+    """A signal asked for training to end, and everything is saved."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number

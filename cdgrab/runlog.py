@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import platform
@@ -104,10 +106,13 @@ def read_manifest(directory: Path) -> dict:
     """The manifest of a run folder; empty when there is none yet."""
     path = directory / "manifest.json"
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no manifest")
+        return content
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CdgrabError(f"{path} cannot be read ({error}); move it away to start this run again") from error
 
 
@@ -116,30 +121,47 @@ def read_metrics(path: Path) -> list[dict]:
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(content, dict):
+            break
+        lines.append(content)
     return lines
 
 
 def append_line(path: Path, content: dict) -> None:
-    """On the disk before this returns."""
-    with open(path, "a") as file:
-        file.write(json.dumps(content) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """On the disk before this returns. A disk that is full gets none of it rather than a part."""
+    line = (json.dumps(content) + "\n").encode()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    size = os.fstat(handle).st_size
+    try:
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(handle)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, size)
+        raise
+    finally:
+        os.close(handle)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Either the old file or the whole new one is there, whenever the machine stops."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def git_commit() -> str | None:

@@ -51,6 +51,10 @@ class Steps:
         """Go on from these instead."""
         self.parameters, self.optimiser.state = parameters, optimiser_state
 
+    def load_carry(self, carry: list[Tensor]) -> None:
+        """Go on in the middle of an epoch."""
+        self.carry = carry
+
     def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
         """Steps of equal shape: visits [local workers, steps, microbatch], indices of units.
 
@@ -108,6 +112,9 @@ class CapturedSteps(Steps):
 
     def load(self, parameters: Tensor, optimiser_state: list[Tensor]) -> None:
         _overwrite(self._state(), [parameters, *self.carry, *optimiser_state])
+
+    def load_carry(self, carry: list[Tensor]) -> None:
+        _overwrite(self.carry, carry)
 
     def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
         microbatch = visits.shape[2]

@@ -13,16 +13,18 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checkpoint, kernels, streams
+from . import checkpoint, kernels, signals, snapshot, streams
 from .clock import Clock
 from .compiled import Compiled
-from .config import Run, refuse_other_settings
-from .errors import DivergedError, NotFiniteError
+from .config import Run
+from .errors import DivergedError, NotFiniteError, Stopped
 from .exchange import summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
@@ -30,7 +32,6 @@ from .optimisers import Optimiser
 from .runlog import RunLog
 from .sorters import make_sorter
 from .sparsify import SparseMean, make_sparsifier, sparsifier_options
-from .state import WorkerState
 from .steps import CapturedSteps, Steps
 from .tasks.base import DTYPES, Task
 from .workers import WorkerGroup
@@ -82,7 +83,9 @@ class Trainer:
             self.loop = CapturedSteps(*parts, None, self.sparse_mean, block_steps=self.block_steps, **kept)
         else:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
-        self.epochs_done = 0
+        self.epochs_done, self.position = 0, 0  # units visited of the epoch that is under way
+        self.clock, self.first_parameters = Clock(), None
+        self._stop: Callable[[], int] = lambda: 0
         self._warm_up()
 
     @property
@@ -141,50 +144,43 @@ class Trainer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        checkpoint.save(
-            self.run.directory,
-            self.group,
-            self.run.science,
-            self.epochs_done,
-            self.loop.parameters,
-            self.loop.optimiser.state,
-            self._holders(),
-        )
+        """Called by all ranks; rank 0 writes."""
+        content = snapshot.taken(self)
+        if content is not None:
+            checkpoint.save(self.run.directory, content, self.config.checkpoint.keep)
 
     def load(self) -> None:
-        """Go on from the run's checkpoint, if there is one."""
-        saved = checkpoint.load(self.run.directory, torch.device("cpu"))
-        if saved is None:
-            return
-        refuse_other_settings(self.run, saved["science"], self.run.directory)
-        self.epochs_done = saved["epochs_done"]
-        self.loop.load(saved["parameters"].to(self.device), [tensor.to(self.device) for tensor in saved["optimiser"]])
-        for name, holder in self._holders().items():
-            holder.load_state_dict(saved[name])
-
-    def _holders(self) -> dict[str, WorkerState]:
-        """What has a state of its own, by its name in the checkpoint."""
-        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
+        """Go on from the run's checkpoint, if there is one, in the middle of an epoch too."""
+        saved = checkpoint.load(self.run.directory, speak=self.group.rank == 0)
+        if saved is not None:
+            snapshot.restore(self, saved)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, log: RunLog, quiet: bool = False) -> None:
-        """Train the epochs that are still to do; metrics and a checkpoint after each."""
+    def fit(self, log: RunLog, quiet: bool = False, stop: Callable[[], int] = lambda: 0) -> None:
+        """Train the epochs that are still to do; metrics and a checkpoint after each, and checkpoints on the way.
+
+        stop: asked in every block of steps for the number of a signal. When any rank has one, all of them save and
+        raise `Stopped` at the end of the block.
+        """
+        self._stop = stop
         with _progress_bar(self, quiet) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
-                clock = Clock()
+                if not self.position:
+                    self.clock = Clock()
+                    self.first_parameters = self.loop.parameters.clone() if self._herding_is_due() else None
+                clock = self.clock
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
-                first_parameters = self.loop.parameters.clone()
                 self.train_epoch(order, clock, bar)
                 if self._herding_is_due():
                     self.sorter.order(self.epochs_done + 1)  # ready before it is looked at, which is not training
                     clock.lap("ordering")
-                metrics = self.evaluate() | self._herding(first_parameters)
+                metrics = self.evaluate() | self._herding(self.first_parameters)
                 order_hash = self._order_hash(order)
                 sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
                 clock.lap("evaluation")
-                self.epochs_done += 1
+                self.epochs_done, self.position = self.epochs_done + 1, 0
                 phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
                 training = round(sum(phases.values()) - phases["evaluation"], 6)
                 rest = {"seconds": training, "order_hash": order_hash, "phases": phases}
@@ -192,24 +188,47 @@ class Trainer:
                 self.save()
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
-        """All steps of an epoch in which workers visit their units in this order [local workers, units]."""
+        """All steps of an epoch, or those left of it, in which workers visit their units in this order [local workers,
+        units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
         visits = self.owned.gather(1, order.to(self.device))
-        self.loop.start_epoch()
-        full = self.units // self.microbatch * self.microbatch  # units in steps of full size
-        for start in range(0, full, self.block_steps * self.microbatch):
-            end = min(full, start + self.block_steps * self.microbatch)
-            self._train_block(visits[:, start:end], start, self.microbatch, clock, bar)
-        if full < self.units:
-            self._train_block(visits[:, full:], full, self.units - full, clock, bar)
+        if self.position in (0, self.units):
+            self.position = 0
+            self.loop.start_epoch()
+        for start, end, microbatch in self._blocks():
+            if start >= self.position:
+                signal = self._train_block(visits[:, start:end], start, microbatch, clock, bar)
+                self.position = end
+                self._save_if_due(signal, clock)
 
-    def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> None:
-        """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`."""
+    def _blocks(self) -> list[tuple[int, int, int]]:
+        """(first unit, end, units per step) of steps that run together; a checkpoint is due only at their ends."""
+        full = self.units // self.microbatch * self.microbatch  # units in steps of full size
+        cuts = {*range(0, full, self.block_steps * self.microbatch), full}
+        if every := self.config.checkpoint.every_steps:
+            cuts |= set(range(0, full, every * self.microbatch))
+        blocks = [(start, end, self.microbatch) for start, end in pairwise(sorted(cuts))]
+        return [*blocks, (full, self.units, self.units - full)] if full < self.units else blocks
+
+    def _save_if_due(self, signal: int, clock: Clock) -> None:
+        every, steps = self.config.checkpoint.every_steps, -(-self.position // self.microbatch)
+        if signal or (every and steps % every == 0 and self.position < self.units):
+            self.save()
+            clock.lap("evaluation")
+        if signal:
+            where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
+            raise Stopped(signal, f"{signals.NAMES[signal]} {where}")
+
+    def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
+        """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`.
+        Returns the number of the signal that any rank has got, or 0."""
         workers, units = visits.shape
         try:
             seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
         except NotFiniteError:  # what a sparsifier refuses to average
             self._diverged(f"at step {self.sparse_mean.sparsifier.iteration % self.steps + 1} of {self.steps}")
-        mean_losses = self.group.gather(losses).mean(0)
+        wishes = losses.new_full((workers, 1), float(self._stop()))  # travel along with the losses
+        everybodys = self.group.gather(torch.cat([losses, wishes], dim=1))
+        mean_losses = everybodys[:, :-1].mean(0)
         clock.lap("communication")
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         clock.lap("gradients")  # a GPU has computed the block now; until then it was only told to
@@ -218,6 +237,7 @@ class Trainer:
             clock.lap("ordering")
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))
+        return int(everybodys[:, -1].max())
 
     def _observe(self, seen: Tensor) -> None:
         """Unit gradients of the next steps, in the middle of a block, at whose end it turns out if they are finite."""
@@ -289,7 +309,7 @@ def _progress_bar(trainer: Trainer, quiet: bool) -> tqdm:
     config = trainer.config
     return tqdm(
         total=config.epochs * trainer.steps,
-        initial=trainer.epochs_done * trainer.steps,
+        initial=trainer.epochs_done * trainer.steps + trainer.position // trainer.microbatch,
         desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
         unit="step",
         disable=quiet or trainer.group.rank > 0 or not sys.stderr.isatty(),

@@ -7,8 +7,11 @@ workers afterwards is summed in the same order, to the last bit, for every proce
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,16 @@ class Traffic:
     """Bytes that this process sent, as the ring algorithms of the collectives send them."""
 
     sent: int = 0
+    calls: int = 0  # collectives begun
+    last: str = ""  # the name of the last one
+    inside: bool = False  # whether it is still under way, or failed
+
+    @contextlib.contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Around every one, so that it can be told who waits for whom in which."""
+        self.calls, self.last, self.inside = self.calls + 1, name, True
+        yield
+        self.inside = False
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -73,7 +86,8 @@ class WorkerGroup:
             return tensor
         out = tensor.new_empty((len(tensor) * self.world_size, *tensor.shape[1:]))
         if out.numel():
-            _all_gather(out, tensor.contiguous(), group=self.channel)
+            with self.traffic.collective("all-gather"):
+                _all_gather(out, tensor.contiguous(), group=self.channel)
             self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
         return out
 
@@ -82,11 +96,13 @@ class WorkerGroup:
         if self.world_size == 1:
             return tensor
         if self.rank:
-            dist.gather(tensor.contiguous(), group_dst=0, group=self.channel)
+            with self.traffic.collective("gather"):
+                dist.gather(tensor.contiguous(), group_dst=0, group=self.channel)
             self.traffic.sent += _bytes(tensor)
             return None
         out = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.gather(tensor.contiguous(), list(out), group_dst=0, group=self.channel)
+        with self.traffic.collective("gather"):
+            dist.gather(tensor.contiguous(), list(out), group_dst=0, group=self.channel)
         return out.flatten(0, 1)
 
     def divides(self, dim: int) -> bool:
@@ -115,7 +131,8 @@ class WorkerGroup:
             outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
         out = rows.new_empty((self.world_size, *rows.shape[:-1], mine))
         sizes = [width * count for width in widths]
-        dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
+        with self.traffic.collective("all-to-all"):
+            dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
         self.traffic.sent += _bytes(rows) - mine * count * rows.element_size()
         return out
 
@@ -139,11 +156,12 @@ class WorkerGroup:
         whole = mine.new_empty(dim)
         parts = whole.split(self.widths(dim))
         others = [peer for peer in range(self.world_size) if peer != self.rank]
-        waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
-        waits += [dist.isend(mine, group=self.channel, group_dst=peer) for peer in others]
-        parts[self.rank].copy_(mine)
-        for wait in waits:
-            wait.wait()
+        with self.traffic.collective("exchange"):
+            waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
+            waits += [dist.isend(mine, group=self.channel, group_dst=peer) for peer in others]
+            parts[self.rank].copy_(mine)
+            for wait in waits:
+                wait.wait()
         self.traffic.sent += _bytes(mine) * len(others)
         return whole
 
@@ -156,7 +174,8 @@ class WorkerGroup:
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.channel)
+            with self.traffic.collective("all-reduce"):
+                dist.all_reduce(tensor, group=self.channel)
             self.traffic.sent += 2 * _bytes(tensor) * (self.world_size - 1) // self.world_size
         return tensor
 
@@ -165,7 +184,8 @@ class WorkerGroup:
         if self.world_size > 1 and _bytes(tensor) <= FEW:
             sent = tensor.flatten().repeat(self.world_size)
             everybody = torch.empty_like(sent)
-            dist.all_to_all_single(everybody, sent, group=self.channel)
+            with self.traffic.collective("all-to-all"):
+                dist.all_to_all_single(everybody, sent, group=self.channel)
             self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
             return tensor.copy_(everybody.view(self.world_size, *tensor.shape).sum(0))
         return self.total(tensor)
@@ -186,7 +206,8 @@ class WorkerGroup:
         """What the process that hosts `worker` passes as `tensor`, on every process. It is overwritten elsewhere."""
         if self.world_size > 1:
             host = worker // self.local_workers
-            dist.broadcast(tensor, group_src=host, group=self.channel)
+            with self.traffic.collective("broadcast"):
+                dist.broadcast(tensor, group_src=host, group=self.channel)
             self.traffic.sent += _bytes(tensor) * (self.rank != (host - 1) % self.world_size)  # passed on in a ring
         return tensor
 
@@ -200,7 +221,8 @@ class WorkerGroup:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            with self.traffic.collective("barrier"):
+                dist.barrier()
 
 
 def launched_rank() -> int:
@@ -222,14 +244,15 @@ def pick_device(wanted: str = "auto") -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-def connect(workers: int) -> WorkerGroup:
-    """Join the processes that torchrun started (or none) and divide the workers among them.
+def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
+    """Join the processes that torchrun started (or none) and divide the workers among them. A collective that takes
+    longer than `timeout` seconds fails.
 
     gloo throughout: it takes CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
     """
     group = WorkerGroup(workers, launched_rank(), launched_world_size())  # refuses a bad split before any connection
     if group.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout) if timeout else None)
     return group
 
 

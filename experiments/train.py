@@ -13,24 +13,29 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from cdgrab import checkpoint, runlog, workers
+from cdgrab import checkpoint, heartbeat, runlog, signals, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
-from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.errors import CdgrabError, DivergedError, MissingError, Stopped
+from cdgrab.lock import locked
 from cdgrab.memory import keep_freed_memory
 from cdgrab.tasks import make_task
 from cdgrab.train import Trainer
 
 log = logging.getLogger("cdgrab")
+REFUSED, DIVERGED, MISSING = 2, 3, 4  # exit statuses
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 refused, 3 diverged (one sentence on stderr each), 130 interrupted."""
+    """Exit status: 0 done, 2 refused, 3 diverged, 4 another process is missing (one sentence on stderr each), 75
+    stopped by a scheduler and to be started again, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")
@@ -38,12 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         train(compose(arguments))
         return 0
+    except Stopped as stop:
+        return signals.STATUS[stop.number]
     except CdgrabError as error:
         _say(str(error))
-        return 3 if isinstance(error, DivergedError) else 2
+        return {DivergedError: DIVERGED, MissingError: MISSING}.get(type(error), REFUSED)
     except OSError as error:
         _say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return 130
     finally:
@@ -60,11 +67,19 @@ def _say(sentence: str) -> None:
 def train(run: Run) -> None:
     """Carry out one run, unless it is complete already."""
     keep_freed_memory()
-    group = workers.connect(run.config.workers)
-    wanted = may_start(run, speak=group.rank == 0)
-    group.barrier()  # nobody writes before all have looked
-    if not wanted:
-        return
+    group = workers.connect(run.config.workers, run.config.timeout)
+    with heartbeat.watching(group, run.config.timeout), contextlib.ExitStack() as stack:
+        if attempt():
+            run.config.resume = True  # torchrun starts the processes again after one has died
+        wanted = may_start(run, speak=group.rank == 0)
+        if wanted and group.rank == 0:
+            stack.enter_context(_own_folder(run.directory))
+        group.barrier()  # nobody writes before all have looked
+        if wanted:
+            _train(run, group)
+
+
+def _train(run: Run, group: workers.WorkerGroup) -> None:
     device = workers.pick_device(run.config.device)
     torch.set_num_threads(run.config.threads)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.config.tf32
@@ -75,25 +90,50 @@ def train(run: Run) -> None:
     run_log = runlog.RunLog(run, active=group.rank == 0)
     run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
     group.barrier()  # the folder is there
-    with _log_file(run, group.rank):
-        _fit(run, trainer, run_log)
+    with _log_file(run, group.rank), signals.listening() as wish:
+        _fit(run, trainer, run_log, wish)
 
 
-def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog) -> None:
+@contextlib.contextmanager
+def _own_folder(directory: Path) -> Iterator[None]:
+    """Nobody else writes there meanwhile; a folder that is made here and stays empty goes again."""
+    new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(directory, patience=60.0 if attempt() else 0.0):  # the process before this one may be ending
+            yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                os.removedirs(directory)
+
+
+def attempt() -> int:
+    """How often torchrun has started this run again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, wish: signals.Wish) -> None:
     done, epochs = trainer.epochs_done, run.config.epochs
     log.info("%s on %s, %d of %d epochs done", run.directory, run.source.description, done, epochs)
     try:
-        trainer.fit(run_log)
+        trainer.fit(run_log, stop=wish)
     except DivergedError as error:
         run_log.finish("diverged", str(error))
         log.error("%s", error)
+        raise
+    except Stopped as stop:
+        run_log.finish(signals.NAMES[stop.number])
+        log.info("%s", stop)
+        if run_log.active:
+            print(f"{stop}; everything is saved: resume=true goes on", file=sys.stderr)
         raise
     except KeyboardInterrupt:
         run_log.finish("interrupted")
         log.info("interrupted")
         if run_log.active:
             done = trainer.epochs_done
-            print(f"interrupted after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
+            print(f"interrupted at once, after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
         raise
     except Exception:
         log.exception("stopped")
@@ -110,6 +150,8 @@ def may_start(run: Run, speak: bool = True) -> bool:
         if done:
             raise CdgrabError(f"{run.directory} holds metrics without a manifest; choose another run_dir")
         return True
+    if not {"science", "status"} <= manifest.keys():
+        raise CdgrabError(f"{run.directory} holds the manifest of something else; choose another run_dir")
     refuse_other_settings(run, manifest["science"], run.directory)
     if manifest["status"] == "finished" and done >= run.config.epochs:
         if speak:
@@ -122,7 +164,9 @@ def may_start(run: Run, speak: bool = True) -> bool:
             f"{run.directory} holds an unfinished run ({done} of {run.config.epochs} epochs); "
             "add resume=true to go on with it, or choose another run_dir"
         )
-    if done > 1 and not (run.directory / checkpoint.FILE).exists():
+    if attempt() and manifest["status"] == "diverged":
+        raise DivergedError(manifest.get("reason", "training diverged"))  # as it would again
+    if done > 1 and not checkpoint.exists(run.directory):
         raise CdgrabError(f"{run.directory} has {done} epochs but no checkpoint to go on from; choose another run_dir")
     return True
 

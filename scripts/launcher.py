@@ -19,8 +19,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from cdgrab.config import ROOT, compose
 from cdgrab.errors import CdgrabError
 from cdgrab.runlog import read_metrics
+from cdgrab.signals import STATUS
 from cdgrab.workers import WorkerGroup
-from experiments.train import may_start
+from experiments.train import MISSING, may_start
 
 
 def process_count(wanted: int | str, workers: int) -> int:
@@ -49,12 +50,23 @@ def launch(overrides: list[str]) -> int:
     print(
         f"running {run.directory} on {run.source.description}, {processes} process{'es' * (processes > 1)}", flush=True
     )
-    status = torchrun(["-m", "experiments.train", *overrides], processes)
+    status = _with_restarts(["-m", "experiments.train", *overrides], processes, run.config.restarts)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
         shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
         print("  " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
     return status
+
+
+def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
+    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays so."""
+    for left in reversed(range(restarts + 1)):
+        status = torchrun(arguments, processes)
+        if left == 0 or not (status < 0 or status == MISSING):
+            break
+        why = f"killed by signal {-status}" if status < 0 else "missing"
+        print(f"  a process was {why}: going on from the last checkpoint ({left} more times)", flush=True)
+    return status if status >= 0 else 128 - status
 
 
 def torchrun(arguments: list[str], processes: int) -> int:
@@ -79,4 +91,4 @@ def torchrun(arguments: list[str], processes: int) -> int:
         return next(iter(error.failures.values())).exitcode
     except SignalException as error:
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
-        raise SystemExit(128 + error.sigval) from None
+        raise SystemExit(STATUS.get(error.sigval, 128 + error.sigval)) from None

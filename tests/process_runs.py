@@ -3,8 +3,7 @@
 import json
 import shutil
 
-import torch
-
+from cdgrab import checkpoint
 from cdgrab.runlog import read_manifest
 
 LSTM = ["task=lstm_wiki2", "size=smoke", "task.batch=16", "task.limit=7", "task.hidden=8"]
@@ -49,6 +48,6 @@ def _forget_the_epoch_count(run):
     manifest = read_manifest(run)
     manifest["science"]["epochs"] = EPOCHS
     (run / "manifest.json").write_text(json.dumps(manifest))
-    saved = torch.load(run / "checkpoint.pt", weights_only=True)
+    saved = checkpoint.load(run)
     saved["science"]["epochs"] = EPOCHS
-    torch.save(saved, run / "checkpoint.pt")
+    checkpoint.save(run, saved)

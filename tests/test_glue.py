@@ -352,7 +352,7 @@ def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_pa
     bodies = {}
     for sorter in ("cd_grab", "d_rr"):
         folder = gpt2_runs / "fig11_gpt2_wiki103" / "novels" / f"{sorter}-s0"
-        saved = checkpoint.load(folder, torch.device("cpu"))["parameters"].double()
+        saved = checkpoint.load(folder)["parameters"].double()
         task = make(settings, "task.encoder=tiny_gpt2", f"sorter={sorter}")
         bodies[sorter] = body_of(task)
         assert torch.equal(bodies[sorter], saved)

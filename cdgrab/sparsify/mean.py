@@ -36,5 +36,15 @@ class SparseMean:
             del found["threshold"]
         return found | {"build_up": found["density"] / self.sparsifier.density}
 
+    def running_sums(self) -> Tensor:
+        """What `epoch_means` will be made of, a row [steps, sums …] for each process, on every process."""
+        return self.sparsifier.group.gather(torch.tensor([[self._steps, *self._sums.values()]], dtype=torch.float64))
+
+    def load_running_sums(self, rows: Tensor) -> None:
+        """Of as many processes, or of others: then each goes on from their mean."""
+        group = self.sparsifier.group
+        steps, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
+        self._steps, self._sums = round(steps), dict(zip(LOGGED, sums, strict=True))
+
     def _start(self) -> None:
         self._steps, self._sums = 0, dict.fromkeys(LOGGED, 0.0)

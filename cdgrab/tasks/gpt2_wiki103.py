@@ -87,7 +87,7 @@ def blocks_at_once(device: torch.device, context: int, vocabulary: int, dtype: t
 
 def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> tuple[TinyGpt2, Tokenizer]:
     """The model that a run left in its folder, and the tokenizer of its text, which is looked for as in the run."""
-    content = checkpoint.load(directory, torch.device("cpu"))
+    content = checkpoint.load(directory)
     if content is None:
         raise CdgrabError(f"{directory} holds no checkpoint of Tiny GPT-2; `make reproduce-gpt2-wiki103` leaves one")
     science, vector = content["science"], content["parameters"]

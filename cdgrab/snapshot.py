@@ -1,0 +1,72 @@
+"""Everything a run needs to go on from where it is, in the middle of an epoch too, on any number of processes.
+
+There is no random generator to be saved: every draw is made anew from the run's seed (see `streams`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .clock import Clock
+from .config import refuse_other_settings
+from .errors import CdgrabError
+from .state import WorkerState, collected
+
+if TYPE_CHECKING:
+    from .train import Trainer
+
+
+def taken(trainer: Trainer) -> dict | None:
+    """Called by all ranks: what belongs to workers comes together on rank 0. None on the others."""
+    group, loop = trainer.group, trainer.loop
+    states = {name: collected(holder.state_dict(), group) for name, holder in _holders(trainer).items()}
+    carry = [group.collect(state) for state in loop.carry]
+    sparsified = trainer.sparse_mean.running_sums() if trainer.sparse_mean else None
+    if group.rank:
+        return None
+    return {
+        "science": trainer.run.science,
+        "epochs_done": trainer.epochs_done,
+        "position": trainer.position,
+        "parameters": loop.parameters,
+        "optimiser": list(loop.optimiser.state),
+        "carry": carry,
+        "first_parameters": trainer.first_parameters,
+        "seconds": trainer.clock.seconds,
+        "sparsified": sparsified,
+        **states,
+    }
+
+
+def restore(trainer: Trainer, saved: dict) -> None:
+    """Refuses what belongs to another run, or is no snapshot."""
+    directory = trainer.run.directory
+    try:
+        refuse_other_settings(trainer.run, saved["science"], directory)
+        _restore(trainer, saved)
+    except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+        raise CdgrabError(
+            f"the checkpoint in {directory} does not fit this run; move it away to start again"
+        ) from error
+
+
+def _restore(trainer: Trainer, saved: dict) -> None:
+    group, loop, device = trainer.group, trainer.loop, trainer.device
+    trainer.epochs_done, trainer.position = saved["epochs_done"], saved["position"]
+    loop.load(saved["parameters"].to(device), [tensor.to(device) for tensor in saved["optimiser"]])
+    for name, holder in _holders(trainer).items():
+        holder.load_state_dict(saved[name])
+    if not trainer.position:
+        return
+    loop.load_carry([state[group.local].to(device) for state in saved["carry"]])
+    trainer.clock = Clock(saved["seconds"])
+    if saved["first_parameters"] is not None:
+        trainer.first_parameters = saved["first_parameters"].to(device)
+    if trainer.sparse_mean:
+        trainer.sparse_mean.load_running_sums(saved["sparsified"])
+
+
+def _holders(trainer: Trainer) -> dict[str, WorkerState]:
+    """What has a state of its own, by its name in the checkpoint."""
+    sparsifier = {"sparsifier": trainer.sparse_mean.sparsifier} if trainer.sparse_mean else {}
+    return {"sorter": trainer.sorter} | sparsifier

@@ -1,0 +1,254 @@
+"""Bad input, thousands of times: whatever comes, one sentence, and nothing lost.
+
+    python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
+    python -m scripts.fuzz --inputs 500 --seed 3
+
+Settings of every key, data files, files of a run, and gradients are made up or damaged at random. An input may be
+taken, or refused by an error that is one sentence; anything else, and any change to what was there, is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import cdgrab
+from cdgrab import checkpoint
+from cdgrab.config import choices, compose, compose_config, flatten
+from cdgrab.errors import CdgrabError
+from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.tasks import make_task
+from experiments import train
+from scripts.arguments import Parser, positive
+
+WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
+WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]
+SHARES = {"settings": 0.25, "files": 0.1, "runs": 0.25, "gradients": 0.4}  # of all inputs
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+WAYS = ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "nothing")
+NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan"), float("inf"), -float("inf"))
+
+
+def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Overrides of every key of every task, up to the point where data would be loaded."""
+    keys = {}
+    for task in choices("task"):
+        flat = flatten(dict(compose_config([f"task={task}"])))
+        keys[task] = [key for key in flat if not key.startswith(("hydra.", "task.presets."))]
+
+    def attempt(task: str, overrides: list[str]) -> None:
+        run = compose([f"task={task}", "data=embedded", f"run_dir={scratch / 'never made'}", *overrides])
+        train.may_start(run, speak=False)
+
+    while True:
+        task = generator.choice(list(keys))
+        names = generator.sample(keys[task], generator.choice((1, 1, 2, 3)))
+        yield lambda task=task, names=names: attempt(task, [f"{name}={_word(generator)}" for name in names])
+
+
+def _word(generator: random.Random) -> str:
+    if generator.random() < 0.7:
+        return generator.choice(WORDS)
+    if generator.random() < 0.5:
+        return repr(generator.choice((generator.randint(-(10**6), 10**9), generator.uniform(-1e3, 1e3))))
+    return "".join(chr(generator.randrange(32, 1000)) for _ in range(generator.randrange(8)))
+
+
+def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Files that are cut, flipped, of another encoding, empty, folders, or links to themselves."""
+    text = "".join(f"A line of words , number {n} .\n" for n in range(400))
+    rows = "sentence\tlabel\n" + "".join(f"a sentence of {n} words\t{n % 2}\n" for n in range(60))
+    week = ",".join(["V1", *(f"V{n}" for n in range(2, 40))]) + "\n"
+    week += "".join(",".join([f"W{r}", *(str(100 + r + n % 7) for n in range(38))]) + "\n" for r in range(359))
+    trees = {
+        "gpt2_wiki103": {
+            "novels/one.txt": text,
+            "novels/two.txt": text,
+            "gpt2/vocab.json": "{}",
+            "gpt2/merges.txt": "",
+        },
+        "glue": {"glue/SST-2/train.tsv": rows, "glue/SST-2/dev.tsv": rows},
+        "lstm_wiki2": {f"wikitext-2/{part}.txt": text for part in ("train", "valid", "test")},
+        "mlp_m4": {"m4/Weekly-train.csv": week, "m4/Weekly-test.csv": week},
+        "lr_hmda": {f"hmda/2017-NJ-{part}.csv": "a,b\n1,2\n" for part in ("features", "protected", "target")},
+        "cifar10": {f"cifar-10-batches-py/{name}": "\x80\x02}" for name in ("data_batch_1", "test_batch")},
+    }
+
+    def attempt(task: str, root: Path) -> None:
+        before = _contents(root)
+        try:
+            limit = [] if task == "lr_hmda" else ["task.limit=8"]
+            run = compose(
+                [f"task={task}", f"data_root={root}", "size=smoke", *limit, f"run_dir={scratch / 'never made'}"]
+            )
+            make_task(run.config, run.source, torch.device("cpu"))
+        finally:
+            assert _contents(root) == before, "data files were changed"
+            shutil.rmtree(root)
+
+    while True:
+        task, root = generator.choice(list(trees)), Path(tempfile.mkdtemp(dir=scratch))
+        for name, content in trees[task].items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content.encode("latin-1"))
+        _damage(root / generator.choice(list(trees[task])), generator)
+        yield lambda task=task, root=root: attempt(task, root)
+
+
+def _damage(path: Path, generator: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    way = generator.choice(
+        ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "keep")
+    )
+    if way == "cut":
+        content = content[: generator.randrange(len(content) + 1)]
+    elif way == "flip" and content:
+        for _ in range(generator.choice((1, 1, 5, 50))):
+            content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+    elif way == "empty":
+        content.clear()
+    elif way == "utf-16":
+        content = bytearray(content.decode("latin-1").encode("utf-16"))
+    elif way == "noise":
+        content = bytearray(generator.randbytes(generator.randrange(2000)))
+    elif way == "long line":
+        content += b"x," * 10**6
+    if way in ("folder", "loop", "gone"):
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+        elif way == "loop":
+            path.symlink_to(path)
+        return
+    path.write_bytes(content)
+
+
+def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Files of a run that is half done."""
+    good = scratch / "good"
+    overrides = ["data=embedded", "size=smoke", "epochs=2", "compile=off"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train.main([*overrides, f"run_dir={good}"]) == 0
+    manifest = (good / "manifest.json").read_text().replace('"status": "finished"', '"status": "running"')
+    (good / "manifest.json").write_text(manifest)
+    shutil.rmtree(good / "logs")
+    run = compose([*overrides, f"run_dir={good}", "resume=true"])
+    names = [path.name for path in good.iterdir()]
+
+    def attempt(folder: Path) -> None:
+        before = _contents(folder)
+        try:
+            train.may_start(type(run)(run.config, run.source, folder), speak=False)
+            read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, speak=False)
+        finally:
+            assert _contents(folder) == before, "files of a run were changed"
+            shutil.rmtree(folder)
+
+    while True:
+        folder = scratch / f"run{generator.random()}"
+        shutil.copytree(good, folder)
+        for name in generator.sample(names, generator.choice((1, 1, 2))):
+            _damage(folder / name, generator)
+        yield lambda folder=folder: attempt(folder)
+
+
+def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """What is no gradient, for sorters and sparsifiers; one that refuses it must be as it was."""
+    makers = [lambda name=name: cdgrab.make_sorter(name, workers=2, units=4, dim=3) for name in cdgrab.SORTERS]
+    makers += [
+        lambda name=name: cdgrab.make_sparsifier(name, workers=2, dim=9, density=0.3) for name in cdgrab.SPARSIFIERS
+    ]
+
+    def attempt(make: Callable[[], object]) -> None:
+        made = make()
+        sorter = hasattr(made, "observe")
+        if sorter:
+            made.order(0)
+        for _ in range(2):
+            given = _no_gradient(generator, [2, 1, 3] if sorter else [2, 9])
+            before = repr(made.state_dict())
+            try:
+                made.observe([made.position], given) if sorter else made.reduce(given)
+            except CdgrabError:
+                assert repr(made.state_dict()) == before, "a refused call changed the state"
+                raise
+
+    while True:
+        make = generator.choice(makers)
+        yield lambda make=make: attempt(make)
+
+
+def _no_gradient(generator: random.Random, shape: list[int]) -> object:
+    if generator.random() < 0.1:
+        return generator.choice((None, "gradient", 3, [], [[1.0]], np.zeros(shape), object()))
+    if generator.random() < 0.3:
+        shape = [max(0, size + generator.choice((-1, 0, 1))) for size in shape][: generator.randrange(4)]
+    values = torch.tensor([generator.choice(NUMBERS) for _ in range(int(np.prod(shape)))], dtype=torch.float64)
+    return values.reshape(shape).to(generator.choice(DTYPES))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+KINDS = {"settings": settings, "files": files, "runs": runs, "gradients": gradients}
+
+
+def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
+    """How many inputs were taken and refused, and the findings by what they are."""
+    found: Counter = Counter()
+    attempts = KINDS[kind](generator, scratch)
+    for _ in tqdm(range(inputs), desc=kind, unit="input", disable=not sys.stderr.isatty()):
+        attempt = next(attempts)
+        try:
+            attempt()
+            found["taken"] += 1
+        except (CdgrabError, OSError) as error:
+            one_sentence = isinstance(error, OSError) or (str(error) and "\n" not in str(error))
+            found["refused" if one_sentence else f"not one sentence: {error}"] += 1
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found[f"{type(error).__name__} at {where.filename}:{where.lineno}: {str(error)[:200]}"] += 1
+    return found
+
+
+def main(command_line: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("--inputs", type=positive, default=10_000, help="how many (default: 10000)")
+    parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: the time)")
+    parser.add_argument("--kind", choices=KINDS, help="only these (default: all)")
+    arguments = parser.parse_args(command_line)
+    seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
+    shares = {arguments.kind: 1.0} if arguments.kind else SHARES
+    os.environ.pop("CDGRAB_DATA", None)
+    logging.getLogger("cdgrab").addHandler(logging.NullHandler())
+    print(f"seed {seed}", flush=True)
+    findings = 0
+    for kind, share in shares.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = fuzz(kind, round(share * arguments.inputs), random.Random(seed), Path(scratch))
+        print(f"{kind}: {found.pop('taken', 0)} taken, {found.pop('refused', 0)} refused", flush=True)
+        for words, times in found.most_common():
+            print(f"  {times} × {words}", flush=True)
+        findings += len(found)
+    print(f"{findings} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Runs that are stopped or killed anywhere and go on: metrics and orders are those of a run that never was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdgrab.config import ROOT, compose
+from cdgrab.errors import Stopped
+from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.tasks import make_task
+from cdgrab.train import Trainer
+from cdgrab.workers import WorkerGroup
+from experiments import train
+
+SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
+CASES = {
+    "cd_grab": ["task=lr_hmda", "epochs=3", "sorter=cd_grab"],
+    "walk": ["task=lr_hmda", "epochs=3", "sorter=cd_grab", "sorter.rule=walk"],
+    "id_grab_bal": ["task=lr_hmda", "epochs=3", "sorter=id_grab_bal"],
+    "kh": ["task=lr_hmda", "epochs=3", "sorter=kh"],
+    "riffle": ["task=lr_hmda", "epochs=3", "sorter=riffle"],
+    "a state that is handed on": ["task=lstm_wiki2", "epochs=2", "task.limit=9"],
+    "residuals": ["task=mlp_m4", "epochs=2", "task.batch=8", "sparsifier=exdyna", "sparsifier.density=0.05"],
+    "herding": ["task=cifar10", "epochs=2", "task.batch=8", "task.limit=80", "task.herding_every=1"],
+}
+
+
+class Log:
+    def __init__(self):
+        self.lines = []
+
+    def record(self, metrics):
+        self.lines.append({key: value for key, value in metrics.items() if key not in ("seconds", "phases")})
+
+
+def trainer(settings, folder):
+    run = compose([*SMALL, *settings, f"run_dir={folder}"])
+    folder.mkdir(exist_ok=True)
+    made = Trainer(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
+    made.load()
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
+    """After every few blocks, in the middle of epochs, in steps of three: pairs of units are torn apart too."""
+    settings = [*CASES[case], "checkpoint.every_steps=3"]
+    whole, pieces = Log(), Log()
+    trainer(settings, tmp_path / "whole").fit(whole, quiet=True)
+    stops, inside = 0, 0
+    while True:
+        calls = count(1)
+        going_on = trainer(settings, tmp_path / "pieces")
+        try:
+            going_on.fit(pieces, quiet=True, stop=lambda calls=calls: signal.SIGTERM * (next(calls) == 4))
+            break
+        except Stopped as stop:
+            assert stop.number == signal.SIGTERM and "stopped after" in str(stop)
+            stops, inside = stops + 1, inside + (0 < going_on.position < going_on.units)
+    assert pieces.lines == whole.lines and stops >= 3 and inside >= 2
+
+
+def test_checkpoints_on_the_way_change_nothing(tmp_path):
+    logs = []
+    for name, every in (("none", "null"), ("some", "5")):
+        logs.append(Log())
+        trainer([*CASES["cd_grab"], f"checkpoint.every_steps={every}"], tmp_path / name).fit(logs[-1], quiet=True)
+    assert logs[0].lines == logs[1].lines
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+RUN = [*SMALL, "task=mlp_m4", "task.batch=4", "epochs=40", "checkpoint.every_steps=10", "sorter=cd_grab"]
+
+
+def start(folder, *more, processes=1):
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        launcher = ["--standalone", "--max-restarts=3", "--monitor-interval=0.1", f"--nproc-per-node={processes}", "-m"]
+        command += ["torch.distributed.run", *launcher]
+    command += ["experiments.train", *RUN, f"run_dir={folder}", *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # the tests themselves may have been started in the background of a shell, where Ctrl-C is ignored
+    listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=listen, **pipes)
+
+
+def wait_for(folder, epochs, process):
+    while len(read_metrics(folder / "metrics.jsonl")) < epochs:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+
+
+def lines(folder):
+    return [
+        {key: value for key, value in line.items() if key not in ("seconds", "phases")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train.main([*RUN, f"run_dir={folder}"]) == 0
+    return lines(folder)
+
+
+@pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")])
+def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, number, status, word):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for(folder, 2, process)
+    second = start(folder, "resume=true")
+    assert second.wait() == 2 and f"is being written by process {process.pid} on" in second.communicate()[1]
+    process.send_signal(number)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == status and f"{word} after" in printed and "resume=true goes on" in printed
+    assert "Traceback" not in printed and read_manifest(folder)["status"] == word
+    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    assert lines(folder) == undisturbed
+
+
+def ranks(process):
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def test_torchrun_goes_on_by_itself_when_a_rank_is_killed_or_stands_still(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, "timeout=4", processes=2)
+    wait_for(folder, 2, process)
+    os.kill(ranks(process)[1], signal.SIGKILL)
+    done = len(lines(folder))
+    wait_for(folder, done + 3, process)
+    os.kill(ranks(process)[0], signal.SIGSTOP)
+    out, printed = process.communicate(timeout=240)
+    assert process.returncode == 0, printed
+    assert "rank 0 no longer answers" in printed and "rank 1 waited for it in" in printed
+    assert lines(folder) == undisturbed
+    assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 2
