@@ -106,11 +106,15 @@ def compose(overrides: list[str]) -> Run:
     The task's presets for this size, and for embedded data or files, apply first; explicit overrides win.
     """
     config = compose_config(overrides)
-    source = locate_data(config)
-    presets = _presets(config, source)
-    _apply(presets, config, overrides)
-    validate(config)
-    return Run(config, source, _run_directory(config, source, overrides, presets))
+    try:
+        _paths_are_text(config)
+        source = locate_data(config)
+        presets = _presets(config, source)
+        _apply(presets, config, overrides)
+        validate(config)
+        return Run(config, source, _run_directory(config, source, overrides, presets))
+    except OmegaConfBaseException as error:  # interpolations that lead nowhere
+        raise CdgrabError(_one_line(error)) from error
 
 
 def validate(config: DictConfig) -> None:
@@ -166,7 +170,18 @@ def compose_config(overrides: list[str], name: str = "config") -> DictConfig:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra_compose(name, overrides)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise CdgrabError("; ".join(line.strip() for line in str(error).splitlines() if line.strip())) from error
+        raise CdgrabError(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def _paths_are_text(config: DictConfig) -> None:
+    for key in ("run_dir", "data_root", "name", "task.checkpoint", "task.encoder_name"):
+        value = OmegaConf.select(config, key)
+        if value is not None and not isinstance(value, str):
+            raise CdgrabError(f"{key} must be text, got {value!r}")
 
 
 def check_choices(overrides: list[str]) -> None:

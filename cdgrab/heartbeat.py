@@ -8,15 +8,14 @@ furthest behind is busy with something else.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from .errors import MissingError
+from .meeting import agents_store
 from .workers import WorkerGroup
 
 MOST_SECONDS = 5.0  # between two beats
@@ -45,14 +44,7 @@ class Heartbeat:
 
     def __init__(self, group: WorkerGroup, timeout: float) -> None:
         self._group, self._interval = group, min(MOST_SECONDS, timeout / 10)
-        self._store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(5.0, self._interval)),
-        )
-        self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = agents_store(max(5.0, self._interval))
         self._beats, self._ended = 0, threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -63,9 +55,12 @@ class Heartbeat:
 
     def missing(self) -> str:
         """A clause that names the process which the others wait for."""
-        before = self._all()
-        time.sleep(2.5 * self._interval)
-        after = self._all()
+        try:
+            before = self._all()
+            time.sleep(2.5 * self._interval)
+            after = self._all()
+        except RuntimeError:
+            return "the process that keeps the store no longer answers"
         silent = [rank for rank in after if after[rank] == before[rank] and rank != self._group.rank]
         if silent:
             return f"{_ranks(silent)} no longer answer{'s' * (len(silent) == 1)}{_last(after[silent[0]])}"
@@ -92,7 +87,7 @@ class Heartbeat:
         return found
 
     def _key(self, rank: int) -> str:
-        return f"cdgrab/heartbeat/{self._attempt}/{rank}"
+        return f"cdgrab/heartbeat/{rank}"
 
 
 def _ranks(ranks: list[int]) -> str:

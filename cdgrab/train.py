@@ -191,8 +191,7 @@ class Trainer:
         """All steps of an epoch, or those left of it, in which workers visit their units in this order [local workers,
         units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
         visits = self.owned.gather(1, order.to(self.device))
-        if self.position in (0, self.units):
-            self.position = 0
+        if not self.position:
             self.loop.start_epoch()
         for start, end, microbatch in self._blocks():
             if start >= self.position:

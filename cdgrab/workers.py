@@ -1,4 +1,4 @@
-"""Logical workers on processes, and every collective of the project. Nothing else imports torch.distributed.
+"""Logical workers on processes, and every collective of the project.
 
 `workers` belongs to the experiment; how many processes host them is a deployment detail. A process hosts
 workers / world_size consecutive workers. Collectives return tensors in worker order, so that whatever is summed over
@@ -11,13 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import CdgrabError
+from .meeting import meet
 
 DEVICES = ("auto", "cpu", "cuda")
 FEW = 2**16  # bytes up to which a sum takes as long as its rounds
@@ -252,7 +252,7 @@ def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
     """
     group = WorkerGroup(workers, launched_rank(), launched_world_size())  # refuses a bad split before any connection
     if group.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout) if timeout else None)
+        meet(group.rank, group.world_size, timeout)
     return group
 
 

@@ -198,7 +198,8 @@ def _no_gradient(generator: random.Random, shape: list[int]) -> object:
         return generator.choice((None, "gradient", 3, [], [[1.0]], np.zeros(shape), object()))
     if generator.random() < 0.3:
         shape = [max(0, size + generator.choice((-1, 0, 1))) for size in shape][: generator.randrange(4)]
-    values = torch.tensor([generator.choice(NUMBERS) for _ in range(int(np.prod(shape)))], dtype=torch.float64)
+    numbers = NUMBERS if generator.random() < 0.5 else NUMBERS[:5]
+    values = torch.tensor([generator.choice(numbers) for _ in range(int(np.prod(shape)))], dtype=torch.float64)
     return values.reshape(shape).to(generator.choice(DTYPES))
 
 

@@ -82,6 +82,7 @@ def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) 
     trainer.group.barrier()
     wait()
     start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
+    trainer.position = 0
     trainer.train_epoch(order, clock, tqdm(disable=True))
     order = trainer.sorter.order(epoch + 1)
     wait()
