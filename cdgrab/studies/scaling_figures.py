@@ -31,11 +31,12 @@ def cost_and_gain(study: Study) -> Figure:
         for row, task in zip(axes, tasks, strict=True):
             measured = Measured(study.table, task)
             for sorter in sorters:
-                by_workers = measured.bounds(sorter).groupby("workers")[BOUND]
-                _draw(row[1], dict(list(by_workers)), label=label(sorter), **line_style(sorter))
-                for mode in MODES if sorter != BASELINE else ():
+                for mode in MODES:
                     style = line_style(sorter) | {"ls": DASHES[mode]}
-                    _draw(row[0], measured.differences(mode, sorter), **style)
+                    by_workers = dict(list(measured.bounds(sorter, mode).groupby("workers")[BOUND]))
+                    _draw(row[1], by_workers, label=label(sorter) if mode == FIXED else None, **style)
+                    if sorter != BASELINE:
+                        _draw(row[0], measured.differences(mode, sorter), **style)
             for mode in MODES:
                 style = {"color": line_style(OURS)["color"], "ls": DASHES[mode]}
                 _draw(row[2], _by(measured.simulated, mode, "workers", "time"), **style)
@@ -88,6 +89,7 @@ def _draw(panel: Axes, by_count: Mapping[int, pd.Series], **style) -> None:
 
 def _frame(row: np.ndarray, study: Study, name: str) -> None:
     row[0].set_ylabel(name)
+    row[3].set_ylabel("time and bytes / D-RR's")
     row[0].axhline(0, color="0.6", lw=0.8)
     row[1].set_yscale("log")
     plain_log_ticks(row[1].yaxis)
