@@ -123,7 +123,8 @@ def _time_stays(measured: Measured) -> Verdict:
 
 
 def _bytes_ratio(measured: Measured, mode: str) -> Verdict:
-    """Only with one unit per process and step does the mean gradient's own exchange serve the sorter as well."""
+    """With one unit per process and step, and gradients that are not short, the mean's own exchange serves the sorter;
+    else pair differences are sent beside it."""
     rows = measured.distributed[measured.distributed["mode"] == mode]
     ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
     words = f"{measured.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"
