@@ -178,4 +178,5 @@ def test_studies_run_offline_and_their_notebooks_draw(tmp_path):
         assert f"## {name}: " in page and f"study_{name}-smoke-embedded.png" in page
         for suffix in ("png", "pdf", "md"):
             assert (tmp_path / "results" / "figures" / f"study_{name}-smoke-embedded.{suffix}").stat().st_size > 500
+    assert "(32 units, 2 epochs, 4 workers) · size smoke-embedded" in page and "(64 units, 2 epochs) · size" in page
     assert page.count("EMBEDDED DATA: ") == len(TRAINING) and "only shows that it runs" in page

@@ -103,9 +103,7 @@ def _larger_rates(measured: Measured) -> Verdict:
     claim = Claim(f"{measured.name}: CD-GraB's largest stable rate is no smaller than D-RR's", least=0.0)
     ratio = np.log2(measured.largest_stable(OURS) / measured.largest_stable(BASELINE))
     at_the_edge = all(len(measured.stable_rates(sorter)) == len(measured.rates) for sorter in (OURS, BASELINE))
-    note = (
-        f"in doublings; to be seen, a difference has to reach over a step of the grid, {measured.step():.2g} doublings"
-    )
+    note = f"in doublings; the next rate that was tried is {measured.step():.2g} above D-RR's"
     return judge(claim, estimate(ratio), note, "all rates tried are stable" if at_the_edge else "")
 
 
