@@ -209,6 +209,18 @@ def test_no_results_is_one_sentence(monkeypatch, tmp_path):
         collection.best("herding")
 
 
+def test_results_that_lack_new_parts_are_not_finished(monkeypatch, tmp_path):
+    study = small(tmp_path)
+    carry_out(study)
+    monkeypatch.setenv("CDGRAB_STUDY", str(tmp_path))
+    assert [found.directory for found in collection.finished("herding")] == [tmp_path]
+    lines = study.metrics_path.read_text().splitlines(keepends=True)
+    study.metrics_path.write_text("".join(lines[:-1]))
+    assert collection.finished("herding") == []
+    carry_out(study)
+    assert len(collection.finished("herding")) == 1
+
+
 def call(checkout, *runs):
     """Several runs of experiments.study in one process, since starting one takes seconds."""
     code = f"from experiments.study import main; exit(max(main(arguments) for arguments in {list(runs)}))"

@@ -80,6 +80,12 @@ class Study:
     def parts(self) -> list[Part]:
         return self._module.parts(self.settings)
 
+    def complete(self) -> bool:
+        """Whether all parts are there: a study may have got more of them since it was finished."""
+        parts = self.parts()
+        done = {_name(line, parts) for line in read_metrics(self.metrics_path)}
+        return all(_name(part.key, parts) in done for part in parts)
+
     def verdicts(self) -> list[Verdict]:
         return self._module.verdicts(self.table, self.settings)
 

@@ -32,9 +32,9 @@ def finished(name: str) -> list[Study]:
     for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
         manifest = read_manifest(folder)
         if manifest.get("status") == "finished" and manifest["study"] == name:
-            found.append(
-                Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder, manifest.get("data", {}))
-            )
+            settings = OmegaConf.create(manifest["settings"])
+            study = Study(settings, manifest["size"], folder, manifest.get("data", {}))
+            found += [study] if study.complete() else []
     return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
 
 
