@@ -167,8 +167,10 @@ def finish(figure: Figure, title: str, caption: str) -> None:
     columns = -(-len(entries) // max(1, rows))  # rows of about equal length
     figure.text(0.5, 1 - 0.06 / height, title, ha="center", va="top", fontsize="large", fontweight="bold")
     figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)
-    figure.text(0.5, 0.03 / height, textwrap.fill(caption, int(width * 21)), ha="center", fontsize=6.5, color="0.35")
-    figure.tight_layout(rect=(0, 0.2 / height, 1, 1 - (0.26 + 0.2 * rows) / height))
+    lines = textwrap.wrap(caption, int(width * 21))
+    figure.text(0.5, 0.03 / height, "\n".join(lines), ha="center", fontsize=6.5, color="0.35")
+    bottom = 0.2 + 0.11 * max(0, len(lines) - 2)
+    figure.tight_layout(rect=(0, bottom / height, 1, 1 - (0.26 + 0.2 * rows) / height))
 
 
 def _finish_runs(figure: Figure, title: str, runs: Group | Sweep) -> None:

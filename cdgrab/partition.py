@@ -57,6 +57,13 @@ def class_counts(wanted: np.ndarray, sizes: np.ndarray, units: int) -> np.ndarra
     return counts
 
 
+def class_shares(owned: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Each worker's mix of classes as it came out, [workers, classes], and the mix of all data, [classes]."""
+    classes, overall = np.unique(labels.numpy(), return_counts=True)
+    counts = (labels[owned].numpy()[..., None] == classes).sum(1)
+    return counts / owned.shape[1], overall / len(labels)
+
+
 def apportion(shares: np.ndarray, total: int) -> np.ndarray:
     """`total` in whole numbers in proportion to `shares`, by largest remainders."""
     exact = total * shares / shares.sum() if total else np.zeros(len(shares))

@@ -1,39 +1,23 @@
-"""Studies: the engine against sorters and a plain loop, statistics and verdicts against known answers, whole runs."""
+"""Carrying studies out: parts, resuming, several processes, refusals, and whole runs with their notebooks."""
 
 import json
-import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from functools import cache, partial
+from functools import partial
 
 import nbformat
-import numpy as np
-import pandas as pd
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-import cdgrab
-from cdgrab import reference
 from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError
-from cdgrab.published import published
-from cdgrab.significance import t_quantile
-from cdgrab.studies import collection, herding, rates
+from cdgrab.studies import collection
 from cdgrab.studies.base import Part, Study, carry_out, compose_study
-from cdgrab.studies.problems import KINDS, make_problem, sgd_epoch
-from cdgrab.studies.replicas import ReplicatedSorter
-from cdgrab.studies.verdicts import Claim, Estimate, estimate, judge, power_exponents
 from experiments.study import main
-
-REPLICATED = [name for name in cdgrab.SORTERS if name != "kh"]
-
-
-@cache
-def settings_of(name, size):
-    return compose_study([f"study={name}", f"size={size}"]).settings
 
 
 def read_lines(path):
@@ -42,325 +26,6 @@ def read_lines(path):
 
 def without_seconds(path):
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read_lines(path)]
-
-
-# -- the engine -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REPLICATED)
-@pytest.mark.parametrize(("workers", "units"), [(1, 6), (3, 8), (4, 7)])
-def test_many_seeds_at_once_give_the_orders_of_the_sorters(name, workers, units):
-    replicas, epochs, dim = 3, 4, 5
-    gradients = torch.randn(epochs, replicas, units, workers, dim, dtype=torch.float64)
-    together = ReplicatedSorter(name, replicas=replicas, workers=workers, units=units, dim=dim)
-    each = [cdgrab.make_sorter(name, workers=workers, units=units, dim=dim, seed=seed) for seed in range(replicas)]
-    for epoch in range(epochs):
-        order = together.order(epoch)
-        together.observe(gradients[epoch])
-        for seed, sorter in enumerate(each):
-            assert torch.equal(order[seed], sorter.order(epoch))
-            sorter.observe(range(units), gradients[epoch, seed].transpose(0, 1))
-
-
-def test_sorters_without_a_form_for_many_seeds_are_refused():
-    with pytest.raises(CdgrabError, match="no form for many seeds"):
-        ReplicatedSorter("kh", replicas=2, workers=1, units=4, dim=1)
-
-
-def loss_of_one(kind, x, y, weights, ridge):
-    z = x @ weights
-    value = {
-        "least_squares": lambda: (z - y) ** 2 / 2,
-        "logistic": lambda: torch.log1p(torch.exp(z)) - y * z,
-        "tanh_neuron": lambda: (torch.tanh(z) - y) ** 2 / 2,
-    }[kind]()
-    return value + ridge / 2 * weights @ weights
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sorter", ["cd_grab", "d_rr", "grab_pair"])
-def test_training_equals_a_plain_loop(kind, sorter):
-    """One seed, one worker and one example at a time, gradients by autograd, orders by the library's sorters."""
-    workers, units, epochs, rate, seed, ridge, dim = 3, 4, 8, 0.1, 1, 0.02, 5
-    problem = make_problem(kind, seed + 1, workers * units, dim, noise=0.3, ridge=ridge)
-    features, labels = problem.features[seed], problem.labels[seed]
-    shape = (1, workers * units) if sorter == "grab_pair" else (workers, units)
-    chosen = cdgrab.make_sorter(sorter, workers=shape[0], units=shape[1], dim=dim, seed=seed)
-    weights, gaps = torch.zeros(dim, dtype=torch.float64), []
-
-    def full_loss(at):
-        return torch.stack([loss_of_one(kind, *data, at, ridge) for data in zip(features, labels, strict=True)]).mean()
-
-    for epoch in range(epochs):
-        order, seen = chosen.order(epoch), []
-        for k in range(units):
-            if sorter == "grab_pair":
-                batch = order[0, k * workers : (k + 1) * workers].tolist()
-            else:
-                batch = [w * units + int(order[w, k]) for w in range(workers)]
-            one = [torch.func.grad(lambda at, i=i: loss_of_one(kind, features[i], labels[i], at, ridge)) for i in batch]
-            seen.append(torch.stack([gradient(weights) for gradient in one]))
-            weights = weights - rate * seen[-1].mean(0)
-        by_position = torch.stack(seen)  # [units, workers, dim]
-        whole = by_position.reshape(1, -1, dim) if sorter == "grab_pair" else by_position.transpose(0, 1)
-        chosen.observe(range(shape[1]), whole)
-        slope = torch.func.grad(full_loss)(weights)
-        gaps.append(float(slope @ slope if kind == "tanh_neuron" else full_loss(weights) - problem.minimum()[seed]))
-    before, last = rates.final_gaps(problem, sorter, workers, units, epochs, rate)
-    assert float(before[seed]) == pytest.approx(np.mean(gaps[4:6]), rel=1e-9)
-    assert float(last[seed]) == pytest.approx(np.mean(gaps[6:]), rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_problems(kind):
-    problem = make_problem(kind, 2, 40, 3, ridge=0.1)
-    fewer = make_problem(kind, 1, 15, 3, ridge=0.1)
-    assert torch.equal(problem.features[:1, :15], fewer.features) and torch.equal(problem.labels[:1, :15], fewer.labels)
-    weights = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.func.grad(lambda at: problem.loss(at).sum())(weights)
-    torch.testing.assert_close(problem.gradient(weights), expected)
-    if kind == "tanh_neuron":
-        with pytest.raises(CdgrabError, match="no minimum"):
-            problem.minimum()
-        return
-    for _ in range(3000):
-        weights -= 0.3 * problem.gradient(weights)
-    torch.testing.assert_close(problem.minimum(), problem.loss(weights), rtol=1e-12, atol=0)
-
-
-def test_labels_have_the_stated_noise_and_coins_the_stated_odds():
-    exact, noisy = (make_problem("least_squares", 1, 20_000, 4, noise=noise) for noise in (0, 0.5))
-    assert float((noisy.labels - exact.labels).std()) == pytest.approx(0.5, rel=0.03)
-    coins = make_problem("logistic", 1, 20_000, 4)
-    odds = torch.sigmoid(exact.labels)  # the same weights and features
-    assert float((coins.labels * exact.labels).mean()) == pytest.approx(float((odds * exact.labels).mean()), abs=0.02)
-    with pytest.raises(CdgrabError, match="the problems are least_squares, logistic, tanh_neuron"):
-        make_problem("quadratic", 1, 2, 2)
-
-
-def test_an_epoch_leaves_weights_where_its_own_gradients_lead():
-    problem = make_problem("logistic", 2, 12, 3)
-    weights = torch.zeros(2, 3, dtype=torch.float64)
-    gradients = sgd_epoch(problem, weights, torch.arange(12).view(1, 4, 3).expand(2, 4, 3), rate=0.2)
-    torch.testing.assert_close(weights, -0.2 * gradients.mean(2).sum(1))
-
-
-# -- herding ----------------------------------------------------------------------------------------------------------
-
-
-def test_random_vectors_are_centred_unit_vectors():
-    vectors = herding.random_vectors(5000, 16, seed=3)
-    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(5000, dtype=torch.float64))
-    assert float(vectors.mean(0).abs().max()) < 0.01 and float(vectors.std()) == pytest.approx(0.25, rel=0.01)
-    assert not torch.equal(vectors, herding.random_vectors(5000, 16, seed=4))
-
-
-@pytest.mark.parametrize("sorter", ["cd_grab", "id_grab_pair", "id_grab_bal"])
-def test_bounds_by_round_are_the_oracles(sorter):
-    workers, units, rounds, seed = 3, 10, 4, 2
-    vectors = herding.random_vectors(workers * units, 4, seed).view(workers, units, 4)
-    orders = cdgrab.make_sorter(sorter, workers=workers, units=units, dim=4, seed=seed).order(0).tolist()
-    expected, means = [], np.zeros((workers, 4))
-    for _ in range(rounds + 1):
-        expected.append(reference.parallel_herding_bound(vectors.numpy(), orders))
-        visited = np.stack([vectors[w, order].numpy() for w, order in enumerate(orders)])
-        if sorter == "id_grab_bal":
-            orders, means = reference.id_grab_bal(orders, visited, means)
-        else:
-            orders = getattr(reference, sorter)(orders, visited)
-    assert herding.bounds_by_round(vectors, sorter, seed, rounds) == pytest.approx(expected, rel=1e-9)
-
-
-# -- statistics and verdicts ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("freedom", "confidence", "t"), [(1, 0.95, 12.7062), (2, 0.95, 4.30265), (4, 0.99, 4.60409), (30, 0.95, 2.04227)]
-)
-def test_t_quantiles_are_the_tabulated_ones(freedom, confidence, t):
-    assert t_quantile(freedom, confidence) == pytest.approx(t, rel=2e-5)
-
-
-def test_estimates_by_hand():
-    value = estimate([1.0, 2.0, 3.0])  # std 1, 4.30265 / √3 to both sides
-    assert (value.mean, value.low, value.high) == pytest.approx((2.0, 2 - 2.48414, 2 + 2.48414), abs=1e-4)
-    assert str(value) == "2 [−0.484, 4.48]"
-    assert estimate([5.0]) == Estimate(5.0, -math.inf, math.inf, 1) and str(estimate([5.0])) == "5, one seed"
-    assert estimate([math.nan, 5.0]).seeds == 1 and str(estimate([])) == "–"
-
-
-def power_law(exponents, x=(4, 8, 16, 32), noise=0.0):
-    rng = np.random.default_rng(0)
-    rows = [
-        {"seed": seed, "x": value, "y": 7 * value**exponent * math.exp(noise * rng.normal())}
-        for seed, exponent in enumerate(exponents)
-        for value in x
-    ]
-    return pd.DataFrame(rows)
-
-
-def test_exponents_of_power_laws_are_found():
-    exponents = [-2.0, -1.5, 0.5, 0.0]
-    assert power_exponents(power_law(exponents), "x", "y").tolist() == pytest.approx(exponents, abs=1e-12)
-    assert power_exponents(power_law([1.0], x=(4,)), "x", "y").isna().all()  # one point has no slope
-
-
-def test_the_interval_covers_the_true_exponent_as_often_as_it_says():
-    exponents = power_exponents(power_law([-1.0] * 1000, noise=0.3), "x", "y").to_numpy().reshape(200, 5)
-    intervals = [estimate(some) for some in exponents]
-    assert np.mean([e.low <= -1.0 <= e.high for e in intervals]) == pytest.approx(0.95, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "least", "most", "answer"),
-    [
-        (-2.7, -2.5, -math.inf, -1.8, "holds"),
-        (-2.7, -1.7, -math.inf, -1.8, "undecided"),
-        (-1.7, -1.5, -math.inf, -1.8, "fails"),
-        (-1.2, -0.8, -1.4, -0.7, "holds"),
-        (-1.5, -0.8, -1.4, -0.7, "undecided"),
-        (-1.5, -0.5, -1.4, -0.7, "undecided"),
-        (-0.6, -0.5, -1.4, -0.7, "fails"),
-        (-2.0, -1.5, -1.4, -0.7, "fails"),
-        (-0.6, -0.5, -1.4, math.inf, "holds"),
-        (-math.inf, math.inf, -1.4, -0.7, "undecided"),
-        (-math.inf, math.inf, -math.inf, math.inf, "undecided"),
-    ],
-)
-def test_answers(low, high, least, most, answer):
-    measured = Estimate((low + high) / 2 if math.isfinite(low) else -1.0, low, high, 5)
-    assert judge(Claim("x", least, most), measured).answer == answer
-    blocked = judge(Claim("x", least, most), measured, note="n", unless="no use")
-    assert (blocked.answer, blocked.note) == ("undecided", "no use; n")
-
-
-def test_thresholds_are_printed():
-    assert [
-        Claim("", **limits).threshold for limits in ({"most": -1.8}, {"least": 2}, {"least": -1.4, "most": -0.7})
-    ] == [
-        "≤ −1.8",
-        "≥ 2",
-        "−1.4 … −0.7",
-    ]
-
-
-def answers(verdicts):
-    return {verdict.claim: verdict.answer for verdict in verdicts}
-
-
-def made_up_herding(settings, factor, growth, scale=1.0):
-    """What is above the floor shrinks by `factor`; floors of sorters without coordination grow by `growth`."""
-    rows = []
-    for part in herding.parts(settings):
-        key = part.key
-        floor = scale * 2.5 * (key["workers"] ** growth if key["sorter"].startswith("id_") else 1)
-        descends = cdgrab.SORTERS[key["sorter"]].needs_gradients
-        wobble = 1 + 0.002 * key["seed"]
-        for k in range(16):
-            rows.append(key | {"round": k, "bound": wobble * (floor + 600 * factor**k) if descends else 340.0})
-    return pd.DataFrame(rows)
-
-
-def test_verdicts_of_herding():
-    settings = settings_of("herding", "paper")
-    good = answers(herding.verdicts(made_up_herding(settings, 0.4, 0.5), settings))
-    bad = answers(herding.verdicts(made_up_herding(settings, 0.6, 1.0), settings))
-    for sorter in ("CD-GraB", "ID-GraB (Bal)", "ID-GraB (PairBal)", "GraB, one worker with all"):
-        halves = f"{sorter}: a round at least halves what the bound is above its floor"
-        assert (good[halves], bad[halves]) == ("holds", "fails")
-    for sorter in ("ID-GraB (Bal)", "ID-GraB (PairBal)"):
-        root, linear = f"{sorter}'s floor grows like √workers", f"{sorter}'s floor grows linearly"
-        linear = next(claim for claim in good if claim.startswith(linear))
-        assert (good[root], good[linear]) == ("holds", "fails") and (bad[root], bad[linear]) == ("fails", "holds")
-    assert good["CD-GraB's floor does not grow with the workers"] == "holds"
-
-
-@pytest.mark.parametrize(("factor", "answer"), [(1.0, "holds"), (1.3, "fails")])
-def test_floors_are_compared_with_the_papers(factor, answer):
-    settings = settings_of("herding", "paper")
-    rows = []
-    for part in herding.parts(settings):
-        workers = part.key["workers"]
-        panel = f"m={workers} n={10**6 // workers:.0e}".replace("e+0", "e")
-        series = {
-            "cd_grab": "CD-GraB",
-            "d_rr": "D-RR",
-            "id_grab_bal": "ID-GraB (Bal)",
-            "id_grab_pair": "ID-GraB (PairBal)",
-        }
-        curves = published("study_herding", "bound", column=panel)
-        if curves:
-            curve = curves[series[part.key["sorter"]]]["mean"] * (1 + 0.001 * part.key["seed"])
-            rows += [part.key | {"round": k, "bound": factor * bound} for k, bound in enumerate(curve)]
-        else:
-            rows += [part.key | {"round": k, "bound": 3.0 + 300 * 0.4**k} for k in range(16)]
-    compared = [v for v in herding.verdicts(pd.DataFrame(rows), settings) if "published" in v.claim]
-    assert [verdict.answer for verdict in compared] == [answer] * 4
-
-
-def test_the_papers_floors_are_not_compared_with_other_numbers_of_vectors():
-    settings = settings_of("herding", "quick")
-    compared = [v for v in herding.verdicts(made_up_herding(settings, 0.4, 0.5), settings) if "published" in v.claim]
-    assert {(v.answer, v.measured, v.note) for v in compared} == {
-        ("undecided", "–", "nothing was published for 100,000 vectors")
-    }
-
-
-def made_up_rates(settings, exponents, drift=1.0):
-    rows = []
-    for part in rates.parts(settings):
-        key = part.key
-        workers, units, epochs = exponents[key["sorter"]]
-        for seed in range(3):
-            gap = key["workers"] ** workers * key["units"] ** units * (1 + 0.01 * seed * key["workers"] ** 0.1)
-            gap *= key["noise"] ** 2 if key["sweep"] == "noise" else 1
-            gap *= key["epochs"] ** epochs if key["sweep"] == "epochs" else 1
-            rows.append(key | {"seed": seed, "gap": gap, "gap_before": drift * gap})
-    return pd.DataFrame(rows)
-
-
-THEORY = {name: (-1.0, -1.0, -2.0) for name in ("d_rr", "shuffle_once", "flip_flop")} | {
-    "cd_grab": (-2.0, -2.0, -2.0),
-    "grab_pair": (-2.0, -2.0, -2.0),
-    "id_grab_pair": (-1.0, -2.0, -2.0),
-    "id_grab_bal": (-0.5, -2.0, -2.0),
-}
-
-
-def test_verdicts_of_rates():
-    settings = settings_of("rates", "quick")
-    good = rates.verdicts(made_up_rates(settings, THEORY), settings)
-    assert {v.claim for v in good if v.answer != "holds"} == {
-        "tanh neuron: CD-GraB's squared gradient norm falls like workers^−2/3 and no faster"  # cannot be decided
-    }
-    swapped = THEORY | {"cd_grab": THEORY["d_rr"], "id_grab_pair": THEORY["cd_grab"]}
-    bad = answers(rates.verdicts(made_up_rates(settings, swapped), settings))
-    for problem in ("least squares", "ridge logistic regression"):
-        assert bad[f"{problem}: exponent of CD-GraB's gap in workers"] == "fails"
-        assert bad[f"{problem}: exponent of ID-GraB (PairBal)'s gap in workers"] == "fails"
-        assert bad[f"{problem}: CD-GraB falls faster in workers than ID-GraB (PairBal)"] == "fails"
-        assert bad[f"{problem}: exponent of D-RR's gap in workers"] == "holds"
-
-
-def test_runs_that_are_still_falling_decide_nothing():
-    settings = settings_of("rates", "quick")
-    lines = rates.verdicts(made_up_rates(settings, THEORY, drift=2.0), settings)
-    slopes = [v for v in lines if "times the epochs" not in v.claim]
-    assert {v.answer for v in slopes} == {"undecided"}
-    assert slopes[0].note == "not at the noise floor at 4 workers"
-
-
-def test_a_problem_that_noise_does_not_limit_decides_nothing():
-    settings = settings_of("rates", "quick")
-    table = made_up_rates(settings, THEORY)
-    table.loc[table["sweep"] == "noise", ["gap", "gap_before"]] = 1.0
-    lines = [v for v in rates.verdicts(table, settings) if v.claim.startswith("tanh")]
-    assert [v.answer for v in lines[:2]] == ["fails", "holds"]
-    assert {v.answer for v in lines[2:]} == {"undecided"}
-    assert all(v.note.startswith("not shown to be noise-limited") for v in lines[2:])
-
-
-# -- carrying a study out ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", choices("study"))
@@ -451,9 +116,66 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
 
     carry_out(study, never)
     assert study.metrics_path.stat().st_mtime_ns == before
-    other = Study(OmegaConf.merge(study.settings, {"rounds": 3}), "smoke", tmp_path)
-    with pytest.raises(CdgrabError, match="holds results with other rounds; delete"):
-        carry_out(other)
+    for change in ({"rounds": 3}, {"sorters": ["d_rr", "cd_grab"]}):
+        other = Study(OmegaConf.merge(study.settings, change), "smoke", tmp_path)
+        with pytest.raises(CdgrabError, match=f"holds results with other {next(iter(change))}; delete"):
+            carry_out(other)
+
+
+def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):
+    study = small(tmp_path)
+    carry_out(study)
+    before = read_lines(study.metrics_path)
+    more = Study(OmegaConf.merge(study.settings, {"sorters": [*study.settings.sorters, "riffle"]}), "smoke", tmp_path)
+    computed = []
+    carry_out(more, lambda results, total: computed.append(total) or results)
+    after = read_lines(study.metrics_path)
+    assert computed == [len(after) - len(before)] and [line for line in after if line["sorter"] != "riffle"] == before
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert "riffle" in manifest["settings"]["sorters"] and len(manifest["earlier"]) == 1
+
+
+KILLED = """
+import os, sys, time
+from functools import partial
+from pathlib import Path
+from cdgrab.studies import base
+
+def announce(folder):
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+if __name__ == "__main__":
+    parts = [base.Part({"part": number}, partial(announce, sys.argv[1])) for number in range(2)]
+    list(base._computed(parts, 2))
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "seen").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "killed.py", "seen"], cwd=tmp_path, env=environment)
+
+    def wait_until(condition):
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    wait_until(lambda: len(list((tmp_path / "seen").iterdir())) == 2)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not any(alive(int(path.name)) for path in (tmp_path / "seen").iterdir()))
+
+
+def alive(process):
+    """Running, and not only waiting for somebody to ask how it ended."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -485,6 +207,18 @@ def test_no_results_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.delenv("CDGRAB_STUDY", raising=False)
     with pytest.raises(CdgrabError, match="no finished runs of study herding"):
         collection.best("herding")
+
+
+def test_results_that_lack_new_parts_are_not_finished(monkeypatch, tmp_path):
+    study = small(tmp_path)
+    carry_out(study)
+    monkeypatch.setenv("CDGRAB_STUDY", str(tmp_path))
+    assert [found.directory for found in collection.finished("herding")] == [tmp_path]
+    lines = study.metrics_path.read_text().splitlines(keepends=True)
+    study.metrics_path.write_text("".join(lines[:-1]))
+    assert collection.finished("herding") == []
+    carry_out(study)
+    assert len(collection.finished("herding")) == 1
 
 
 def call(checkout, *runs):

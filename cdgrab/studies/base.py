@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
 import pandas as pd
@@ -78,6 +80,12 @@ class Study:
     def parts(self) -> list[Part]:
         return self._module.parts(self.settings)
 
+    def complete(self) -> bool:
+        """Whether all parts are there: a study may have got more of them since it was finished."""
+        parts = self.parts()
+        done = {_name(line, parts) for line in read_metrics(self.metrics_path)}
+        return all(_name(part.key, parts) in done for part in parts)
+
     def verdicts(self) -> list[Verdict]:
         return self._module.verdicts(self.table, self.settings)
 
@@ -91,13 +99,22 @@ class Study:
         return "_".join(filter(None, ("study", self.name, which))) + f"-{self.directory.name}".removeprefix("-paper")
 
     def caption(self) -> str:
-        """Data, size, seeds, computing time and commit in one line."""
-        data = "".join(f"{source['description']} · " for source in self.data.values())
+        """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
+        data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
         data = f"{'EMBEDDED DATA: ' * self.embedded}{data}"
         seconds = sum(line["seconds"] for line in read_metrics(self.metrics_path))
-        commit = read_manifest(self.directory)["commit"] or "unknown"
+        manifest = read_manifest(self.directory)
+        commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
+        commits = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
         seeds = f"{self.settings.seeds} seed{'s' * (self.settings.seeds > 1)}"
-        return f"{data}size {self.directory.name} · {seeds} · {seconds:.0f} s · commit {commit}"
+        return f"{data}size {self.directory.name} · {seeds} · {seconds:.0f} s · {commits}"
+
+    def _extent(self, task: str) -> str:
+        """(7,680 units, 30 epochs, 8 workers): as far as it is the same for all runs of the task."""
+        settings = self.settings.tasks[task]
+        known = {"units": settings.get("limit"), "epochs": settings.get("epochs"), "workers": settings.get("workers")}
+        words = ", ".join(f"{value:,} {name}" for name, value in known.items() if value)
+        return f" ({words})" if words else ""
 
     @property
     def _module(self):
@@ -131,7 +148,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     parts, settings, before = study.parts(), OmegaConf.to_container(study.settings), read_manifest(study.directory)
     stored = before.get("settings", {})  # settings that did not exist then don't count
-    if differing := sorted(key for key in stored.keys() & settings.keys() if stored[key] != settings[key]):
+    if differing := sorted(key for key in stored.keys() & settings.keys() if _differs(key, stored[key], settings[key])):
         raise CdgrabError(
             f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
         )
@@ -178,6 +195,13 @@ def _begin_worker() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Who started it may be killed and end nobody."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _timed(part: Part) -> dict:
@@ -188,6 +212,11 @@ def _timed(part: Part) -> dict:
 
 def _source(task: str, data: str) -> Source:
     return locate_data(compose_config([f"task={task}", f"data={data}"]))
+
+
+def _differs(key: str, before: object, now: object) -> bool:
+    """Sorters may be added: every part has one, and the parts of the others stay what they are."""
+    return not set(before) <= set(now) if key == "sorters" else before != now
 
 
 def significant(values: Iterable[float], digits: int = 8) -> list[float]:

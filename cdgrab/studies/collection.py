@@ -17,9 +17,11 @@ from .verdicts import verdict_table
 SIZES = ("paper", "quick", "smoke")  # by how much they say
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
 
-Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval over seeds is
-inside the threshold; **fails**: all of it is outside; **undecided**: anything else, or the measurement cannot decide
-(the note says why). `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
+Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval is inside the
+threshold; **fails**: all of it is outside; **undecided**: anything else, or the measurement cannot decide (the note
+says why). Intervals are over seeds, those of times over pairs of epochs; what is counted has none. A claim about every
+rate or worker count holds where it holds at each, and fails where it fails at one; the line shows which decides.
+`make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
 
 
@@ -30,9 +32,9 @@ def finished(name: str) -> list[Study]:
     for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
         manifest = read_manifest(folder)
         if manifest.get("status") == "finished" and manifest["study"] == name:
-            found.append(
-                Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder, manifest.get("data", {}))
-            )
+            settings = OmegaConf.create(manifest["settings"])
+            study = Study(settings, manifest["size"], folder, manifest.get("data", {}))
+            found += [study] if study.complete() else []
     return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
 
 

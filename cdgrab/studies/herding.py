@@ -18,7 +18,7 @@ from ..published import published
 from ..sorters import SORTERS, make_sorter
 from .base import Part, significant
 from .looks import ALONE, label
-from .verdicts import Claim, Verdict, estimate, judge, power_exponents
+from .verdicts import Claim, Verdict, estimate, judge, judge_every, power_exponents
 
 FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
 FAR_ABOVE = 3  # a bound of so many floors is still on its way down
@@ -127,7 +127,6 @@ def _as_low_as_alone(levels: pd.DataFrame) -> Verdict:
 
 
 def _published_floor(levels: pd.DataFrame, settings: DictConfig, sorter: str) -> Verdict:
-    """The worker count at which we are furthest from the paper decides."""
     theirs = published_floors(settings).query("sorter == @sorter").set_index("workers")["bound"]
     level = "floor" if SORTERS[sorter].needs_gradients else "level"
     claim = Claim(f"{label(sorter)}'s {level} is within 15 % of the published curve, at every worker count", 0.85, 1.15)
@@ -135,8 +134,8 @@ def _published_floor(levels: pd.DataFrame, settings: DictConfig, sorter: str) ->
     if ours.empty:
         return judge(claim, estimate([]), unless=f"nothing was published for {settings.vectors:,} vectors")
     ratios = ours["bound"] / theirs.reindex(ours.index)
-    worst = ratios.groupby("workers").mean().sub(1).abs().idxmax()
-    return judge(claim, estimate(ratios[[worst]]), f"ours / published where they differ most, {worst} workers")
+    by_workers = {workers: estimate(some) for workers, some in ratios.groupby("workers")}
+    return judge_every(claim, by_workers, "ours / published where it decides, {cell} workers")
 
 
 def _bounds(settings: DictConfig, sorter: str, workers: int, seed: int) -> dict[str, list]:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from ..figures import STYLE, finish
 from .base import Study
 from .heterogeneity import BOUND, of_task
-from .looks import label, line_style, ticks_at
+from .looks import label, line_style, plain_log_ticks, ticks_at
 from .paired import BASELINE, LOSS, by_seed, difference
 from .training import TASK_NAMES, TEST_METRICS
 from .verdicts import Estimate, estimate
@@ -33,6 +33,7 @@ def against_alpha(study: Study) -> Figure:
                     _draw(row[1], study, task, sorter, lambda rows, s=sorter: difference(rows, s))
             row[1].axhline(0, color="0.6", lw=0.8)
             row[3].set_yscale("log")
+            plain_log_ticks(row[3].yaxis)
             row[0].set_ylabel(TASK_NAMES[task])
         for panel, title in zip(axes[0], COLUMNS, strict=True):
             panel.set_title(title)

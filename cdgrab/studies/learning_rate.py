@@ -14,7 +14,7 @@ from .base import Part
 from .looks import label
 from .paired import BASELINE, LOSS, OURS, difference
 from .training import TASK_NAMES, outcome, overrides, train
-from .verdicts import Claim, Verdict, estimate, judge
+from .verdicts import Claim, Verdict, estimate, judge, judge_every
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 TOLERANCE = 0.5  # per cent of D-RR's loss
@@ -55,6 +55,12 @@ class Measured:
         rows = self.rows[self.rows["sorter"] == sorter].sort_values("rate")
         sound = rows.groupby("seed")["sound"].cummin()
         return rows["rate"].where(sound).groupby(rows["seed"]).max()
+
+    def step(self) -> float:
+        """From D-RR's largest stable rate to the next one tried, in doublings; NaN where there is none."""
+        stable = self.stable_rates(BASELINE)
+        larger = [rate for rate in self.rates if stable and rate > stable[-1]]
+        return float(np.log2(larger[0] / stable[-1])) if larger else np.nan
 
     def best_losses(self) -> pd.DataFrame:
         """Of every sorter and seed at its own best rate."""
@@ -97,7 +103,8 @@ def _larger_rates(measured: Measured) -> Verdict:
     claim = Claim(f"{measured.name}: CD-GraB's largest stable rate is no smaller than D-RR's", least=0.0)
     ratio = np.log2(measured.largest_stable(OURS) / measured.largest_stable(BASELINE))
     at_the_edge = all(len(measured.stable_rates(sorter)) == len(measured.rates) for sorter in (OURS, BASELINE))
-    return judge(claim, estimate(ratio), "in doublings", "all rates tried are stable" if at_the_edge else "")
+    note = f"in doublings; the next rate that was tried is {measured.step():.2g} above D-RR's"
+    return judge(claim, estimate(ratio), note, "all rates tried are stable" if at_the_edge else "")
 
 
 def _best_rates(measured: Measured) -> Verdict:
@@ -106,13 +113,12 @@ def _best_rates(measured: Measured) -> Verdict:
 
 
 def _every_rate(measured: Measured) -> Verdict:
-    """The rate at which it is worst decides."""
     claim = Claim(f"{measured.name}: at no stable rate does CD-GraB end more than 0.5 % higher", most=TOLERANCE)
     stable = measured.stable_rates(OURS, BASELINE)
     if not stable:
         return judge(claim, estimate([]), unless="no rate is stable for both")
-    worst = max(stable, key=lambda rate: measured.differences(rate).mean())
-    return judge(claim, estimate(measured.differences(worst)), f"in % of D-RR's train loss, at rate {worst:g}")
+    by_rate = {rate: estimate(measured.differences(rate)) for rate in stable}
+    return judge_every(claim, by_rate, "in % of D-RR's train loss where it decides, rate {cell:g}")
 
 
 def _grows(measured: Measured) -> Verdict:

@@ -27,6 +27,7 @@ def losses_by_rate(study: Study) -> Figure:
                 _draw_losses(above, measured, sorter, APART ** (place - (len(measured.sorters) - 1) / 2))
                 if sorter != BASELINE:
                     _draw_differences(below, measured, sorter)
+            _say_what_is_cut(above, measured)
             start = measured.rows["start_loss"].mean()
             lowest = measured.rows.loc[measured.rows["sound"], LOSS].min()
             above.axhline(start, color="0.6", lw=0.8, ls=":")
@@ -46,10 +47,22 @@ def _draw_losses(panel: Axes, measured: Measured, sorter: str, aside: float) -> 
     """aside: by which factor rates are shifted where all are at the same height, not being stable."""
     rows = measured.rows[measured.rows["sorter"] == sorter]
     by_rate, stable = rows.groupby("rate")[LOSS], measured.stable_rates(sorter)
-    mean, style = by_rate.mean().clip(upper=rows["start_loss"].mean() * 1.03), line_style(sorter)
+    mean, style = by_rate.mean().clip(upper=_highest(measured)), line_style(sorter)
     panel.plot(mean[stable], marker="o", ms=3.4, label=label(sorter), **style)
     unstable = mean.drop(stable)
     panel.plot(unstable.index * aside, unstable, "x", ms=5, color=style["color"])
+
+
+def _highest(measured: Measured) -> float:
+    """What is higher, having diverged, is drawn here: it would leave no room for the rest."""
+    return measured.rows["start_loss"].mean() * 1.03
+
+
+def _say_what_is_cut(panel: Axes, measured: Measured) -> None:
+    means = measured.rows.groupby(["sorter", "rate"])[LOSS].mean()
+    if (means > _highest(measured)).any():
+        words = f"{(means > _highest(measured)).sum()} means cut off,\nup to {means.max():.3g}"
+        panel.text(0.03, 0.86, words, transform=panel.transAxes, fontsize=6.5, color="0.35", va="top")
 
 
 def _draw_differences(panel: Axes, measured: Measured, sorter: str) -> None:

@@ -31,7 +31,9 @@ def colour_of(sorter: str) -> str:
 
 def line_style(sorter: str) -> dict:
     """Colour and dashes of a sorter's line."""
-    return {"color": "0.25", "ls": (0, (1, 1.2))} if sorter == ALONE else {"color": colour_of(sorter), "ls": "-"}
+    if sorter in ONE_WORKER:
+        return {"color": "0.25" if sorter == ALONE else "0.6", "ls": (0, (1, 1.2))}
+    return {"color": colour_of(sorter), "ls": "-"}
 
 
 def plain_log_ticks(axis: Axis, subs: tuple[float, ...] = (1, 2, 5)) -> None:

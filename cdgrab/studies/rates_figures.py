@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from ..figures import STYLE, finish
 from .base import Study
 from .looks import label, line_style, ticks_at
-from .rates import BALANCED, BASELINE, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Measured
+from .rates import BALANCED, BASELINE, LONGER, NAMES, NON_CONVEX, OURS, RANDOM, SWEEPS, Measured
 from .verdicts import estimate
 
 X_LABELS = {"workers": "workers", "units": "units per worker", "epochs": "epochs, rate ∝ 1/epochs"}
 MARKERS = dict(zip(NAMES, "osD", strict=True))
+SHADES = {BASELINE: "Blues", OURS: "Reds"}
 
 
 def gaps(study: Study) -> Figure:
@@ -60,22 +61,26 @@ def exponents(study: Study) -> Figure:
 
 
 def noise_check(study: Study) -> Figure:
-    """Is the non-convex problem limited by noise? It then follows the noise, and going on is no use."""
+    """Is the non-convex problem limited by noise? It then follows the noise, and going on is no use; darker lines have
+    more workers."""
     measured = Measured(study.table, study.settings, NON_CONVEX)
     noise, longer = (measured.sweep(name) for name in ("noise", "longer"))
-    counts = sorted(noise["workers"].unique())
-    shades = plt.get_cmap("Blues")(np.linspace(0.4, 1.0, len(counts)))
     with plt.style.context(STYLE):
-        figure, panels = plt.subplots(1, 2, figsize=(7.4, 3.6), sharey=True)
+        figure, panels = plt.subplots(1, 2, figsize=(7.4, 4.2), sharey=True)
         for panel, rows, x in zip(panels, (noise, longer), ("noise", "epochs"), strict=True):
-            for shade, count in zip(shades, counts, strict=True):
-                by_x = np.log(rows[rows["workers"] == count].set_index(x)["gap"]).groupby(level=0)
-                panel.plot(np.exp(by_x.mean()), "o-", ms=3.6, color=shade, label=f"{count} workers")
+            for sorter, some in rows.groupby("sorter"):
+                by_workers = list(some.groupby("workers"))
+                shades = plt.get_cmap(SHADES[sorter])(np.linspace(0.4, 1.0, len(by_workers)))
+                for shade, (count, points) in zip(shades, by_workers, strict=True):
+                    by_x = np.log(points.set_index(x)["gap"]).groupby(level=0)
+                    panel.plot(
+                        np.exp(by_x.mean()), "o-", ms=3.2, color=shade, label=f"{label(sorter)}, {count} workers"
+                    )
             panel.set(xscale="log", yscale="log")
             ticks_at(panel.xaxis, sorted(rows[x].unique()))
         ends = np.array([noise["noise"].min(), noise["noise"].max()])
         panels[0].plot(ends, noise["gap"].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
-        panels[0].set(xlabel="label noise", ylabel=f"{label(BASELINE)}'s {measured.gap}", title="less noise")
+        panels[0].set(xlabel="label noise", ylabel=measured.gap, title="less noise")
         panels[1].set(xlabel="epochs, same rate", title=f"{LONGER} times the epochs")
         title = f"Is the {measured.name} limited by noise?"
         finish(figure, title, f"geometric mean over seeds · {study.caption()}")

@@ -31,17 +31,18 @@ def cost_and_gain(study: Study) -> Figure:
         for row, task in zip(axes, tasks, strict=True):
             measured = Measured(study.table, task)
             for sorter in sorters:
-                by_workers = measured.bounds(sorter).groupby("workers")[BOUND]
-                _draw(row[1], dict(list(by_workers)), label=label(sorter), **line_style(sorter))
-                for mode in MODES if sorter != BASELINE else ():
+                for mode in MODES:
                     style = line_style(sorter) | {"ls": DASHES[mode]}
-                    _draw(row[0], measured.differences(mode, sorter), **style)
+                    by_workers = dict(list(measured.bounds(sorter, mode).groupby("workers")[BOUND]))
+                    _draw(row[1], by_workers, label=label(sorter) if mode == FIXED else None, **style)
+                    if sorter != BASELINE:
+                        _draw(row[0], measured.differences(mode, sorter), **style)
             for mode in MODES:
                 style = {"color": line_style(OURS)["color"], "ls": DASHES[mode]}
                 _draw(row[2], _by(measured.simulated, mode, "workers", "time"), **style)
                 _draw(row[3], _by(measured.distributed, mode, "processes", "time"), **style)
                 _draw(row[3], _by(measured.distributed, mode, "processes", "traffic"), **style | {"color": TRAFFIC})
-            _frame(row, study, measured.name)
+            _frame(row, study, measured)
         for panel, title in zip(axes[0], COLUMNS, strict=True):
             panel.set_title(title)
         for mode in MODES:
@@ -86,11 +87,15 @@ def _draw(panel: Axes, by_count: Mapping[int, pd.Series], **style) -> None:
         panel.fill_between(counts, low, high, color=style["color"], alpha=0.15, lw=0)
 
 
-def _frame(row: np.ndarray, study: Study, name: str) -> None:
-    row[0].set_ylabel(name)
+def _frame(row: np.ndarray, study: Study, measured: Measured) -> None:
+    row[0].set_ylabel(measured.name)
+    row[3].set_ylabel("time and bytes / D-RR's")
     row[0].axhline(0, color="0.6", lw=0.8)
-    row[1].set_yscale("log")
-    plain_log_ticks(row[1].yaxis)
+    for panel in (row[1], row[3]):
+        panel.set_yscale("log")
+        plain_log_ticks(panel.yaxis)
+    means = measured.trained.groupby(["mode", "sorter", "workers"])[BOUND].mean()
+    row[1].set_ylim(means.min() / 2, means.max() * 2)  # intervals of three seeds reach below zero
     for panel in row[2:]:
         panel.axhline(1, color="0.6", lw=0.8)
         panel.axhline(MOST_TIME, color="0.6", lw=0.8, ls=":")

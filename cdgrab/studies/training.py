@@ -11,8 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
+from .. import streams
 from ..config import Run, compose, flatten
 from ..errors import DivergedError
 from ..tasks import make_task
@@ -55,6 +58,13 @@ def train(run_overrides: list[str], seed: int, prepare: Callable[[Trainer], None
         with contextlib.suppress(DivergedError):
             trainer.fit(log, quiet=True)
     return log.epochs
+
+
+def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:
+    """The units of each worker of such a run, [workers, units], and the classes of all units."""
+    run = _with_seed(_composed(tuple(run_overrides)), seed, Path())
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    return task.partition(streams.permutation(task.train_units, seed, "partition"), seed), task.train_labels
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,18 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its confidence interval; one seed says nothing about the spread."""
+    """A mean over seeds with its confidence interval; one seed says nothing about the spread. What is `counted`, not
+    measured, has neither seeds nor interval."""
 
     mean: float
     low: float
     high: float
     seeds: int
+    counted: bool = False
 
     def __str__(self) -> str:
+        if self.counted:
+            return f"{_signed(self.mean)}, counted"
         if not self.seeds:
             return "–"
         if self.seeds < 2:
@@ -78,18 +82,45 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
 
 
+def counted(value: float) -> Estimate:
+    """A number that would be the same in every repetition."""
+    return Estimate(value, value, value, 0, counted=True)
+
+
 def judge(claim: Claim, measured: Estimate, note: str = "", unless: str = "") -> Verdict:
     """holds: the whole interval is inside the claim's limits; fails: all of it is outside; undecided: anything else.
 
     `unless` is a reason why this measurement cannot decide, whatever it says.
     """
-    if unless or not math.isfinite(measured.low + measured.high):
-        answer = UNDECIDED
-    elif claim.least <= measured.low and measured.high <= claim.most:
-        answer = HOLDS
-    else:
-        answer = FAILS if measured.high < claim.least or measured.low > claim.most else UNDECIDED
+    answer = UNDECIDED if unless else _answer(claim, measured)
     return Verdict(claim.words, answer, str(measured), claim.threshold, "; ".join(filter(None, (unless, note))))
+
+
+def judge_every(claim: Claim, cells: Mapping[object, Estimate], note: str, unless: str = "") -> Verdict:
+    """A claim about every cell: holds where all of them hold, fails where one fails, else undecided.
+
+    Printed is the cell that decides: among those with that answer, the one that reaches furthest out (or, where all
+    hold, nearest to it). `note` has a place {cell} for its name.
+    """
+    answers = {cell: _answer(claim, value) for cell, value in cells.items()}
+    answer = next((some for some in (FAILS, UNDECIDED) if some in answers.values()), HOLDS)
+
+    def outside(cell: object) -> float:
+        value = cells[cell]
+        if answer == FAILS:
+            return max(claim.least - value.high, value.low - claim.most)
+        return max(claim.least - value.low, value.high - claim.most)
+
+    deciding = max((cell for cell in cells if answers[cell] == answer), key=outside)
+    return judge(claim, cells[deciding], note.format(cell=deciding), unless)
+
+
+def _answer(claim: Claim, measured: Estimate) -> str:
+    if not math.isfinite(measured.low + measured.high):
+        return UNDECIDED
+    if claim.least <= measured.low and measured.high <= claim.most:
+        return HOLDS
+    return FAILS if measured.high < claim.least or measured.low > claim.most else UNDECIDED
 
 
 def power_exponents(table: pd.DataFrame, x: str, y: str) -> pd.Series:

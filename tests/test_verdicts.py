@@ -1,0 +1,113 @@
+"""From measurements to verdicts: statistics against known answers, and what they say about a claim."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cdgrab.significance import t_quantile
+from cdgrab.studies.verdicts import Claim, Estimate, counted, estimate, judge, judge_every, power_exponents
+
+
+@pytest.mark.parametrize(
+    ("freedom", "confidence", "t"), [(1, 0.95, 12.7062), (2, 0.95, 4.30265), (4, 0.99, 4.60409), (30, 0.95, 2.04227)]
+)
+def test_t_quantiles_are_the_tabulated_ones(freedom, confidence, t):
+    assert t_quantile(freedom, confidence) == pytest.approx(t, rel=2e-5)
+
+
+def test_estimates_by_hand():
+    value = estimate([1.0, 2.0, 3.0])  # std 1, 4.30265 / √3 to both sides
+    assert (value.mean, value.low, value.high) == pytest.approx((2.0, 2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert str(value) == "2 [−0.484, 4.48]"
+    assert estimate([5.0]) == Estimate(5.0, -math.inf, math.inf, 1) and str(estimate([5.0])) == "5, one seed"
+    assert estimate([math.nan, 5.0]).seeds == 1 and str(estimate([])) == "–"
+
+
+def power_law(exponents, x=(4, 8, 16, 32), noise=0.0):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"seed": seed, "x": value, "y": 7 * value**exponent * math.exp(noise * rng.normal())}
+        for seed, exponent in enumerate(exponents)
+        for value in x
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_exponents_of_power_laws_are_found():
+    exponents = [-2.0, -1.5, 0.5, 0.0]
+    assert power_exponents(power_law(exponents), "x", "y").tolist() == pytest.approx(exponents, abs=1e-12)
+    assert power_exponents(power_law([1.0], x=(4,)), "x", "y").isna().all()  # one point has no slope
+
+
+def test_the_interval_covers_the_true_exponent_as_often_as_it_says():
+    """Not less often, and not more: an interval that is always right says too little."""
+    exponents = power_exponents(power_law([-1.0] * 4000, noise=0.3), "x", "y").to_numpy().reshape(800, 5)
+    below, above = np.transpose([(e.low > -1.0, e.high < -1.0) for e in map(estimate, exponents)])
+    assert 0.01 < below.mean() < 0.04 and 0.01 < above.mean() < 0.04  # 0.025 ± 0.0055 each
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "least", "most", "answer"),
+    [
+        (-2.7, -2.5, -math.inf, -1.8, "holds"),
+        (-2.7, -1.7, -math.inf, -1.8, "undecided"),
+        (-1.7, -1.5, -math.inf, -1.8, "fails"),
+        (-1.2, -0.8, -1.4, -0.7, "holds"),
+        (-1.5, -0.8, -1.4, -0.7, "undecided"),
+        (-1.5, -0.5, -1.4, -0.7, "undecided"),
+        (-0.6, -0.5, -1.4, -0.7, "fails"),
+        (-2.0, -1.5, -1.4, -0.7, "fails"),
+        (-0.6, -0.5, -1.4, math.inf, "holds"),
+        (-math.inf, math.inf, -1.4, -0.7, "undecided"),
+        (-math.inf, math.inf, -math.inf, math.inf, "undecided"),
+    ],
+)
+def test_answers(low, high, least, most, answer):
+    measured = Estimate((low + high) / 2 if math.isfinite(low) else -1.0, low, high, 5)
+    assert judge(Claim("x", least, most), measured).answer == answer
+    blocked = judge(Claim("x", least, most), measured, note="n", unless="no use")
+    assert (blocked.answer, blocked.note) == ("undecided", "no use; n")
+
+
+def test_thresholds_are_printed():
+    assert [
+        Claim("", **limits).threshold for limits in ({"most": -1.8}, {"least": 2}, {"least": -1.4, "most": -0.7})
+    ] == [
+        "≤ −1.8",
+        "≥ 2",
+        "−1.4 … −0.7",
+    ]
+
+
+def test_what_is_counted_has_no_interval():
+    assert str(counted(2.0)) == "2, counted"
+    assert [judge(Claim("x", most=most), counted(2.0)).answer for most in (2.0, 1.9)] == ["holds", "fails"]
+
+
+INSIDE, NEARER, ACROSS, FURTHER, OUTSIDE = (
+    Estimate(mean, mean - width, mean + width, 5)
+    for mean, width in [(-3, 1), (-1, 0.5), (-0.5, 1), (-1, 4), (2, 1)]  # of at most 0
+)
+
+
+@pytest.mark.parametrize(
+    ("cells", "answer", "deciding"),
+    [
+        ({"a": INSIDE, "b": NEARER}, "holds", "b"),
+        ({"a": INSIDE, "b": ACROSS, "c": NEARER}, "undecided", "b"),
+        ({"a": ACROSS, "b": FURTHER}, "undecided", "b"),  # the smaller mean, the interval that reaches further out
+        ({"a": FURTHER, "b": OUTSIDE, "c": INSIDE}, "fails", "b"),
+        ({"a": estimate([-1.0]), "b": INSIDE}, "undecided", "a"),
+    ],
+)
+def test_a_claim_about_every_cell_is_decided_by_one(cells, answer, deciding):
+    verdict = judge_every(Claim("x", most=0.0), cells, "at {cell}")
+    assert (verdict.answer, verdict.note, verdict.measured) == (answer, f"at {deciding}", str(cells[deciding]))
+
+
+def test_claims_with_two_limits_are_decided_by_whatever_is_further_out():
+    cells = {"low": Estimate(0.5, 0.4, 0.6, 3), "high": Estimate(1.5, 1.45, 1.55, 3)}
+    assert judge_every(Claim("x", 0.85, 1.15), cells, "{cell}").note == "high"
+    assert judge_every(Claim("x", 0.85, 1.15), cells | {"low": Estimate(0.3, 0.2, 0.4, 3)}, "{cell}").note == "low"
