@@ -55,6 +55,12 @@ bench: $(READY) ## what coordinated ordering costs: results/bench and its figure
 	@$(BIN)/python -m scripts.bench $(if $(BENCH),$(BENCH)) $(if $(SIZE),--size $(SIZE))
 	@$(BIN)/python -m scripts.notebook --in-place overhead fig8_memory
 
+soak: $(READY) ## kill and resume runs at random for ten minutes, against runs that never were; FOR=seconds, SEED=…
+	@$(BIN)/python -m scripts.soak $(if $(FOR),--seconds $(FOR)) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(READY) ## ten thousand bad settings, files and gradients; INPUTS=…, SEED=…
+	@$(BIN)/python -m scripts.fuzz $(if $(INPUTS),--inputs $(INPUTS)) $(if $(SEED),--seed $(SEED))
+
 figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place
 
