@@ -22,6 +22,7 @@ class SparseMean:
         for name in LOGGED:
             self._sums[name] += self.sparsifier.stats[name] or 0.0  # there may be no threshold
         self._steps += 1
+        self._thresholds += self.sparsifier.stats.threshold is not None
         return update
 
     def epoch_means(self) -> dict[str, float]:
@@ -31,20 +32,21 @@ class SparseMean:
         """
         means = torch.tensor([[self._sums[name] / max(1, self._steps) for name in LOGGED]], dtype=torch.float64)
         found = dict(zip(LOGGED, self.sparsifier.group.gather(means).mean(0).tolist(), strict=True))
-        self._start()
-        if self.sparsifier.stats.threshold is None:
+        if not self._thresholds:
             del found["threshold"]
+        self._start()
         return found | {"build_up": found["density"] / self.sparsifier.density}
 
     def running_sums(self) -> Tensor:
-        """What `epoch_means` will be made of, a row [steps, sums …] for each process, on every process."""
-        return self.sparsifier.group.gather(torch.tensor([[self._steps, *self._sums.values()]], dtype=torch.float64))
+        """What `epoch_means` will be made of, a row for each process, on every process."""
+        row = [self._steps, self._thresholds, *self._sums.values()]
+        return self.sparsifier.group.gather(torch.tensor([row], dtype=torch.float64))
 
     def load_running_sums(self, rows: Tensor) -> None:
         """Of as many processes, or of others: then each goes on from their mean."""
         group = self.sparsifier.group
-        steps, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
-        self._steps, self._sums = round(steps), dict(zip(LOGGED, sums, strict=True))
+        steps, thresholds, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
+        self._steps, self._thresholds, self._sums = round(steps), thresholds, dict(zip(LOGGED, sums, strict=True))
 
     def _start(self) -> None:
-        self._steps, self._sums = 0, dict.fromkeys(LOGGED, 0.0)
+        self._steps, self._thresholds, self._sums = 0, 0, dict.fromkeys(LOGGED, 0.0)
