@@ -39,6 +39,13 @@ $(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 test: $(READY) ## lint and all tests
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-multinode: $(READY) ## one run on two hosts, which are network namespaces of this machine; needs root
+	@$(BIN)/python -m pytest tests/system/test_multinode.py -rs
+
+test-slurm: $(READY) ## runs through a one-node Slurm (Debian's slurm-wlm and munge); needs root
+	@$(BIN)/python -m pip install --quiet hydra-submitit-launcher==1.2.0
+	@$(BIN)/python -m pytest tests/system/test_slurm.py -rs
+
 lint: $(READY) ## ruff, check and format
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 

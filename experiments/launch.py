@@ -3,6 +3,7 @@
     python -m experiments.launch -m experiment=fig3a_lr_hmda                     # all runs of a figure
     python -m experiments.launch -m experiment=fig3a_lr_hmda seed=0 nproc=4      # one seed, on four processes
     python -m experiments.launch task=lr_hmda sorter=cd_grab,d_rr -m jobs=2      # a sweep of one's own, two at a time
+    python -m experiments.launch -m experiment=fig3a_lr_hmda hydra/launcher=submitit_slurm    # each run a job of Slurm
 
 Complete runs are not repeated, interrupted ones go on where they stopped.
 """
@@ -30,10 +31,18 @@ jobs = 1
 
 @hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")
 def collect(config: DictConfig) -> None:
-    """Hydra expands the sweep; each run composes its own configuration from the overrides, once, for all ranks."""
+    """Hydra expands the sweep; each run composes its own configuration from the overrides, once, for all ranks.
+
+    A launcher that sends jobs elsewhere calls this there: then the run is carried out at once.
+    """
     global jobs
     jobs = config.jobs
-    wanted.append(list(HydraConfig.get().overrides.task))
+    overrides = list(HydraConfig.get().overrides.task)
+    if "submitit" in HydraConfig.get().launcher._target_:
+        if status := launch(overrides):
+            raise SystemExit(status)
+    else:
+        wanted.append(overrides)
 
 
 def one_after_the_other() -> list[int]:
