@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from cdgrab.checks import count
 from cdgrab.config import CONFIGS, ROOT, check_choices, known_names
 from cdgrab.errors import CdgrabError
+from cdgrab.signals import STATUS
 from scripts.launcher import launch
 
 REFUSED = 2
@@ -61,7 +62,7 @@ def several_at_once(jobs: int) -> list[int]:
     A signal ends those under way and the sweep with them.
     """
     waiting, running, statuses = list(wanted), [], []
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(STATUS[number]))
     try:
         while waiting or running:
             while waiting and len(running) < jobs:

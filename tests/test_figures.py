@@ -20,6 +20,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.published import published
 from cdgrab.results import Group, groups, sweeps
 from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.signals import STATUS
 from scripts import notebook
 from scripts.reproduce import EXPERIMENTS
 
@@ -345,15 +346,22 @@ def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
     command += ["compile=off", f"jobs={jobs}"]
     runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
     process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
-    while len(list(runs.glob("*/metrics.jsonl"))) < jobs and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 128 + number
+    try:
+        while len(list(runs.glob("*/metrics.jsonl"))) < jobs and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == STATUS[number]
+        _nobody_trains_on(runs, jobs)
+    finally:
+        process.kill()
+        shutil.rmtree(runs)
+
+
+def _nobody_trains_on(runs, jobs):
     assert sorted(path.name for path in runs.iterdir()) == [f"cd_grab-s{seed}" for seed in range(jobs)]
     lengths = [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()]
     time.sleep(1)
     assert [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()] == lengths, "a rank is still training"
-    shutil.rmtree(runs)
 
 
 BAD_CALLS = [

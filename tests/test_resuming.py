@@ -22,11 +22,9 @@ from experiments import train
 
 SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
 CASES = {
-    "cd_grab": ["task=lr_hmda", "epochs=3", "sorter=cd_grab"],
-    "walk": ["task=lr_hmda", "epochs=3", "sorter=cd_grab", "sorter.rule=walk"],
-    "id_grab_bal": ["task=lr_hmda", "epochs=3", "sorter=id_grab_bal"],
-    "kh": ["task=lr_hmda", "epochs=3", "sorter=kh"],
-    "riffle": ["task=lr_hmda", "epochs=3", "sorter=riffle"],
+    "cd_grab": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=cd_grab"],
+    "id_grab_bal": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=id_grab_bal"],
+    "kh": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=kh"],
     "a state that is handed on": ["task=lstm_wiki2", "epochs=2", "task.limit=9"],
     "residuals": ["task=mlp_m4", "epochs=2", "task.batch=8", "sparsifier=exdyna", "sparsifier.density=0.05"],
     "herding": ["task=cifar10", "epochs=2", "task.batch=8", "task.limit=80", "task.herding_every=1"],
