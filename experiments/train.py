@@ -88,10 +88,11 @@ def _train(run: Run, group: workers.WorkerGroup) -> None:
     if run.config.resume:
         trainer.load()
     run_log = runlog.RunLog(run, active=group.rank == 0)
-    run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
-    group.barrier()  # the folder is there
-    with _log_file(run, group.rank), signals.listening() as wish:
-        _fit(run, trainer, run_log, wish)
+    with signals.listening() as wish:  # from here on there is something to be saved
+        run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
+        group.barrier()  # the folder is there
+        with _log_file(run, group.rank):
+            _fit(run, trainer, run_log, wish)
 
 
 @contextlib.contextmanager
