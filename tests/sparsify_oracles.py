@@ -5,6 +5,7 @@ coordinates every worker selects, given the accumulated gradients and a dictiona
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -12,7 +13,7 @@ import numpy as np
 class Oracle:
     def __init__(self, method, workers, dim, density, error_feedback=True, **options):
         self.method, self.options, self.error_feedback = method, options, error_feedback
-        self.workers, self.dim, self.k = workers, dim, max(1, int(density * dim))
+        self.workers, self.dim, self.k = workers, dim, max(1, math.floor(Fraction(str(density)) * dim))
         self.density = density
         self.memory, self.t = {}, 0
         self.residual = np.zeros((workers, dim))
