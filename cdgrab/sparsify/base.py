@@ -29,8 +29,8 @@ class Stats(dict):
     """Numbers of the last call, by key or as attributes.
 
     density: of the update; counts: coordinates selected, per worker; threshold: None where there is none;
-    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices, 0 where nobody
-    selects;
+    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices (0 where
+    nobody selects);
     bytes: what a worker sends, on average, if every worker is a process of its own and collectives are rings.
     """
 

@@ -18,6 +18,9 @@ MANY = 0.1  # of the wanted number: so many between two values are looked at mor
 CLOSER = 2  # times; then two values differ by little more than float32 can tell
 
 
+Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each of some ascending values
+
+
 def grid(low: float, high: float, size: int) -> list[float]:
     """`size` values from low to high, each larger than the one before by the same factor."""
     return [low * (high / low) ** (step / (size - 1)) for step in range(size)]
@@ -34,7 +37,7 @@ def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
     return counts[1:].flip(0).cumsum(0).flip(0)
 
 
-def counted_threshold(count: Callable[[list[float]], list[int]], wanted: float, last: float | None) -> float:
+def counted_threshold(count: Counter, wanted: float, last: float | None) -> float:
     """The value that `wanted` magnitudes reach, SMALLEST if there are not so many above zero.
 
     Equal magnitudes pass together: where one value takes the number from too few to too many, it is too many.
@@ -56,7 +59,7 @@ def counted_threshold(count: Callable[[list[float]], list[int]], wanted: float, 
 
 
 def _between(
-    count: Callable[[list[float]], list[int]],
+    count: Counter,
     values: list[float],
     counts: list[int],
     wanted: float,

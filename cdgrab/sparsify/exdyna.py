@@ -43,8 +43,8 @@ def proportional_rule(threshold: float, ratio: float) -> float:
 
 
 def shuffled(indices: Tensor, seed: int) -> Tensor:
-    """In an order that any process would give them. Of equal magnitudes the first ones are taken: all from one end of the
-    partition, which would soon have none left, while the loads say that it should shrink to just that end."""
+    """In an order that any process would give them. Of equal magnitudes the first ones would be taken, all from one end
+    of the partition: it would soon have none left there, while the loads let it shrink to just that end."""
     order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
     return indices[order.to(indices.device)]
 
