@@ -137,7 +137,7 @@ def _draw_rules(panel: Axes, study: Study) -> None:
         rows, rule = measured(study.table, "imbalance", method), options_of(method)[1].get("rule", "balanced")
         _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=VARIANT_COLOURS[rule], lw=1.3)
     panel.set(title="imbalance by rule of partitions", xlabel="iteration", ylabel="workers · max / sum − 1")
-    panel.set_ylim(0, None)
+    panel.set_ylim(0, 1.35 * panel.get_ylim()[1])  # the names are above the curves
     _name_lines(panel, ["static", "paper", "relative", "balanced"])
 
 

@@ -97,9 +97,9 @@ def sparse_model(method: str, workers: int, density: float, steps: int, seed: in
 def selection_seconds(methods: list[str], workers: int, density: float, dim: int, seed: int) -> dict[str, list]:
     """Seconds that workers take to select, methods in turn, on one core; medians of repetitions.
 
-    The workers select one after the other from the same gradient. `selection`: the mean over those that select anything;
-    `slowest`: of the worker that takes longest, for which the others wait. `longest`: the longest partition's length, as
-    a multiple of the mean, where there are partitions.
+    The workers select one after the other from the same gradient. `selection`: the mean over those that select
+    anything; `slowest`: of the worker that takes longest, for which the others wait. `longest`: the longest partition's
+    length, as a multiple of the mean, where there are partitions.
     """
     rows = LayeredGradients(1, dim, seed)().expand(workers, dim)
     ready = [build(method, workers, dim, density, error_feedback=False, group=Heard(workers)) for method in methods]
