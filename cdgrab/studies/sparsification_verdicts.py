@@ -106,7 +106,7 @@ def _balance(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
             f"the {_rule(rule)} rule loads workers more evenly than the {_rule(before)} one: log ratio of the imbalance"
         )
         note = f"mean imbalance {less.mean():.2f} and {more.mean():.2f}, {settings.workers} workers, {len(less)} seeds"
-        lines.append(judge(Claim(words, most=0.0), estimate(np.log(less / more)), note))
+        lines.append(judge(Claim(words, most=0.0), estimate(np.log((less / more).astype(float))), note))
     return lines
 
 
