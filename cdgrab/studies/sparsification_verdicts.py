@@ -267,5 +267,5 @@ def time_table(table: pd.DataFrame) -> str:
     for (method, workers), some in measured(table, "time").groupby(["timed", "workers"], sort=False):
         times = {"mean over workers (ms)": "selection", "slowest worker (ms)": "slowest"}
         cells = {title: f"{1000 * some[column].mean():.2f}" for title, column in times.items()}
-        rows.append({"method": label(method), "workers": workers} | cells)
+        rows.append({"method": label(method), "workers": str(workers)} | cells)
     return markdown(rows)
