@@ -9,14 +9,15 @@ The price is that nothing is sent while the backward pass still runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.futures import Future
 
-from .errors import CdgrabError
+from .errors import CdgrabError, NotFiniteError
 
 
 class BucketHook:
@@ -43,7 +44,7 @@ class BucketHook:
         if bucket.index() == 0:  # of a new iteration, even if the one before was refused halfway
             self._promises = []
             if self._gradient is None or self._gradient.device != buffer.device:
-                self._gradient = buffer.new_empty(self._dim, dtype=self._dtype)
+                self._gradient = buffer.new_zeros(self._dim, dtype=self._dtype)
         where = [self._places[id(parameter)][1] for parameter in bucket.parameters()]
         gradients = bucket.gradients()  # parts of the buffer
         for place, gradient in zip(where, gradients, strict=True):
@@ -51,13 +52,32 @@ class BucketHook:
         promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._promises.append((promise, buffer, where, gradients))
         if bucket.is_last():
-            mean = self._average(self._gradient)
+            mean = self._averaged()
             for kept, buffer, where, gradients in self._promises:
                 for place, gradient in zip(where, gradients, strict=True):
                     gradient.copy_(mean[place].view_as(gradient))
                 kept.set_result(buffer)
             self._promises = []
         return promise
+
+    def _averaged(self) -> Tensor:
+        """Not finite on one process is refused on all. A hook that raises leaves DDP waiting for its buckets for ever:
+        it gets nothing but NaN instead, and the backward pass fails when DDP is done with it."""
+        try:
+            return self._average(self._gradient)
+        except NotFiniteError as error:
+            _after_backward(partial(_fail, error))
+            return torch.full_like(self._gradient, torch.nan)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """DDP's own last step is queued after the hooks', so that what is to follow it has to queue again from there."""
+    queue = Variable._execution_engine.queue_callback
+    queue(partial(queue, call))
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def places(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[nn.Parameter, slice]]:

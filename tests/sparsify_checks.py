@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
 from cdgrab import workers
+from cdgrab.buckets import BucketHook
 from cdgrab.sparsify import ddp_hook, make_sparsifier
 from cdgrab.workers import WorkerGroup, connect
 
@@ -29,7 +30,7 @@ ITERATIONS, REFUSED_AT, RESUMED_AT = 10, 3, 6
 def gradients(count, dim):
     rng = np.random.default_rng(dim)
     values = rng.standard_t(3, size=(ITERATIONS, count, dim)) * np.exp(rng.normal(size=dim))
-    return torch.from_numpy(values).float()
+    return torch.from_numpy(values.round() if dim < 100 else values).float()  # of whole numbers many are equal
 
 
 def trajectory(group, shape, variant):
@@ -83,13 +84,22 @@ def loss_of(model, step, part, rank):
 
 
 def trained_by_ddp(rank, name, options):
-    """Two backward passes a step, the first under no_sync. Buckets are so small that there are several."""
+    """Two backward passes a step, the first under no_sync. Buckets are so small that there are several after the first
+    step; the sizes of their parameters come back too."""
+    steps, communicate = [], BucketHook.communicate
+
+    def noted(hook, bucket):
+        if bucket.index() == 0:
+            steps.append([])
+        steps[-1].append([parameter.numel() for parameter in bucket.parameters()])
+        return communicate(hook, bucket)
 
     def start():
         model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
         hook = ddp_hook(model, name, density=0.05, **options)
         return model, hook, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
+    BucketHook.communicate = noted
     model, hook, optimiser = start()
     for step in range(STEPS):
         if step == PAUSE:
@@ -103,7 +113,31 @@ def trained_by_ddp(rank, name, options):
             loss_of(model, step, 0, rank).backward()
         loss_of(model, step, 1, rank).backward()
         optimiser.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), hook.stats
+    BucketHook.communicate = communicate
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), hook.stats, steps
+
+
+def trained_past_nan(rank, last):
+    """Parameters after three steps by DDP. Before each, a gradient is not finite on rank `last` (None: never): all
+    refuse it, and DDP goes on."""
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
+    hook = ddp_hook(model, "exdyna", density=0.05)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(3):
+        if last is not None:
+            try:
+                loss = loss_of(model, step, 1, rank)
+                (loss * (torch.nan if rank == last else 1.0)).backward()
+                raise AssertionError("not a number was accepted")
+            except cdgrab.CdgrabError as error:
+                assert "must be finite" in str(error)
+            assert all(parameter.grad.isnan().all() for parameter in model.parameters())
+            optimiser.zero_grad()
+        loss_of(model, step, 0, rank).backward()
+        assert hook.sparsifier.iteration == step + 1
+        optimiser.step()
+        optimiser.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def trained_alone(count, name, options):
@@ -137,9 +171,10 @@ def main(target):
     for variant in VARIANTS:
         found[str(("own", variant))] = trajectory(group, (processes, 1000, True), variant)
     for name, options in DDP:
-        parameters, stats = trained_by_ddp(group.rank, name, options)
+        parameters, stats, buckets = trained_by_ddp(group.rank, name, options)
         everybody = group.gather(parameters[None])
         assert (everybody == everybody[0]).all(), "the ranks' models differ"
-        found["ddp", name] = parameters, dict(stats)
+        found["ddp", name] = parameters, dict(stats), buckets
+    found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, processes - 1)]
     if group.rank == 0:
         torch.save(found, target)

@@ -5,14 +5,19 @@ coordinates every worker selects, given the accumulated gradients and a dictiona
 """
 
 import math
+from bisect import bisect_left
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
+
+SMALLEST = 1.2e-38  # a threshold above zero
 
 
 class Oracle:
     def __init__(self, method, workers, dim, density, error_feedback=True, **options):
         self.method, self.options, self.error_feedback = method, options, error_feedback
-        self.workers, self.dim, self.k = workers, dim, max(1, int(density * dim))
+        self.workers, self.dim, self.k = workers, dim, max(1, math.floor(Fraction(str(density)) * dim))
         self.density = density
         self.memory, self.t = {}, 0
         self.residual = np.zeros((workers, dim))
@@ -122,9 +127,34 @@ def deft(o, acc):
     return sets
 
 
+def counted(magnitudes, wanted, last):
+    """The threshold from how many magnitudes reach the values of a grid, around the last threshold, else anywhere; then
+    of finer ones as long as more than a tenth of the wanted number lies between two values, at most twice."""
+    ascending = sorted(magnitudes)
+
+    def reach(value):
+        return len(ascending) - bisect_left(ascending, value)
+
+    def interval(low, high, size):
+        values = [low * (high / low) ** (i / (size - 1)) for i in range(size)]
+        return next(((a, b) for a, b in pairwise(values) if reach(a) >= wanted > reach(b)), None)
+
+    if reach(SMALLEST) < wanted:
+        return SMALLEST
+    found = None if last is None else interval(max(last / 1.25, SMALLEST), last * 1.25, 65)
+    found = found or interval(*interval(SMALLEST, 3e38, 1025), 65)
+    for finer in (True, True, False):
+        a, b = found
+        between = reach(a) - reach(b)
+        if between <= max(1, wanted / 10):
+            return a * (b / a) ** ((reach(a) - wanted) / between)
+        found = interval(a, b, 65) if finer else found
+    return found[0]
+
+
 def exdyna(o, acc):
-    """The paper's threshold, started from `o.options["start"]`; rule: paper, relative or static."""
-    rule, n = o.options["rule"], o.workers
+    """threshold: counted, proportional, paper or fixed; rule: paper, relative or static."""
+    rule, threshold, n = o.options["rule"], o.options["threshold"], o.workers
     blocks = min(n if o.options.get("micro") else max(o.options["blocks"], n), o.dim)
     unit = 32 if o.dim >= 64 * blocks else 1
     edge = [math.floor(b * o.dim / blocks) // unit * unit for b in range(blocks)] + [o.dim]
@@ -132,11 +162,17 @@ def exdyna(o, acc):
     if not m:
         m["delta"] = 1 / (2 * math.sqrt(o.k))
         m["runs"] = [blocks // n + (1 if p < blocks % n else 0) for p in range(n)]
-    sets, loads = [], [0] * n
+    sets, loads, spans = [], [0] * n, []
     for w in range(n):
+        first = sum(m["runs"][: (o.t + w) % n])
+        spans.append((edge[first], edge[first + m["runs"][(o.t + w) % n]]))
+    start, far_off = "at" not in m, m.get("off") and o.t - m.get("at", 0) >= 8
+    if threshold == "counted" or (threshold == "proportional" and (start or far_off)):
+        magnitudes = [abs(x) for w, (a, b) in enumerate(spans) for x in acc[w, a:b]]
+        m["delta"] = counted(magnitudes, o.k, None if start else m["delta"])
+        m["at"] = o.t
+    for w, (a, b) in enumerate(spans):
         p = (o.t + w) % n
-        first = sum(m["runs"][:p])
-        a, b = edge[first], edge[first + m["runs"][p]]
         found = reaching(acc[w, a:b], m["delta"], a)
         if not found and b > a:
             found = {a + o.t % (b - a)}
@@ -144,7 +180,10 @@ def exdyna(o, acc):
         loads[p] = len(found)
     m["seen"] = (m["delta"], list(m["runs"]))
     ratio = sum(loads) / o.k
-    if o.options["threshold"] == "paper":
+    m["off"] = ratio > 2 or ratio < 1 / 2
+    if threshold == "proportional":
+        m["delta"] = max(m["delta"] * min(max(ratio**0.1, 0.95), 1.05), SMALLEST)
+    if threshold == "paper":
         if ratio > 1.1:
             m["delta"] *= 1.005
         elif ratio <= 1 / 1.1:

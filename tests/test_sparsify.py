@@ -52,6 +52,13 @@ ORACLES = {
     "exdyna, paper": ("exdyna", PAPER | {"rule": "paper", "blocks": 24}, oracles.exdyna, None),
     "exdyna, relative": ("exdyna", PAPER | {"rule": "relative", "blocks": 24}, oracles.exdyna, None),
     "exdyna, static": ("exdyna", PAPER | {"rule": "static", "blocks": 24}, oracles.exdyna, None),
+    "exdyna, proportional": (
+        "exdyna",
+        {"threshold": "proportional", "rule": "relative", "blocks": 24},
+        oracles.exdyna,
+        None,
+    ),
+    "exdyna, counted": ("exdyna", {"threshold": "counted", "rule": "relative", "blocks": 24}, oracles.exdyna, None),
     "exdyna, fixed": ("exdyna", {"threshold": "fixed", "rule": "relative", "blocks": 24}, oracles.exdyna, None),
 }
 # workers, dim, density, iterations: unequal blocks, one worker, aligned blocks, fewer coordinates than workers
@@ -106,6 +113,19 @@ def test_counted_threshold_is_the_quantile_that_sorting_gives(workers, rule):
         np.testing.assert_allclose(update.numpy()[union], accumulated[:, union].mean(0), rtol=1e-12, atol=1e-13)
         residual = accumulated
         residual[:, union] = 0
+
+
+@pytest.mark.parametrize("threshold", ["counted", "proportional"])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_equal_magnitudes_pass_together_as_in_the_oracle(threshold, feedback):
+    options = {"rule": "static", "threshold": threshold, "error_feedback": feedback}
+    found = make_sparsifier("exdyna", workers=4, dim=500, density=0.1, blocks=24, **options)
+    oracle = oracles.Oracle(oracles.exdyna, 4, 500, 0.1, blocks=24, **options)
+    rng = np.random.default_rng(0)
+    for step in range(40):
+        gradients = rng.poisson(0.3, size=(4, 500)) * (1.0 if step < 20 else 0.01)
+        found.reduce(torch.from_numpy(gradients))
+        assert as_sets(found.selected) == oracle.reduce(gradients)[1], step
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(0, 30))
@@ -324,6 +344,33 @@ def test_density_holds_from_the_start_whatever_the_scale(scale):
         found = make_sparsifier("exdyna", workers=8, dim=dim, density=density)
         kept = ratios(found, LayeredGradients(8, dim), 15, lambda step: scale)
         assert (abs(kept[2:] - 1) <= 0.1).mean() >= 0.95
+
+
+TIES = {
+    "ones": lambda generator: torch.ones(4, 50_000),
+    "signs": lambda generator: torch.randint(2, (4, 50_000), generator=generator) * 2.0 - 1,
+    "counts": lambda generator: torch.poisson(torch.full((4, 50_000), 0.3), generator=generator),
+}
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("case", TIES)
+def test_density_holds_although_magnitudes_are_equal(case, feedback):
+    found, generator = make_sparsifier("exdyna", workers=4, dim=50_000, error_feedback=feedback), torch.Generator()
+    generator.manual_seed(0)
+    kept = ratios(found, lambda: TIES[case](generator), 100)
+    assert kept.min() >= 0.8 and kept.max() <= 1.15
+
+
+def test_targets_are_rounded_down_but_not_by_the_error_of_a_product():
+    for density, dim, target in ((0.29, 100, 29), (0.01, 1_081_760, 10_817), (0.001, 5, 1), (1.0, 7, 7)):
+        assert make_sparsifier("topk", workers=1, dim=dim, density=density).target == target
+
+
+def test_nobody_selecting_is_no_imbalance():
+    found = make_sparsifier("hard_threshold", workers=4, dim=100, value=2.0)
+    found.reduce(torch.ones(4, 100))
+    assert found.stats.counts == [0] * 4 and found.stats.imbalance == 0
 
 
 def test_density_at_64_workers_and_loads_even_out():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from process_runs import PROCESSES
-from sparsify_checks import DDP, SHAPES, VARIANTS, trained_alone, trajectory
+from sparsify_checks import DDP, PAUSE, SHAPES, VARIANTS, trained_alone, trajectory
 
 from cdgrab.workers import WorkerGroup
 
@@ -46,7 +46,15 @@ def test_bytes_in_the_statistics_are_those_on_the_wire(found, variant, processes
 @pytest.mark.parametrize("name, options", DDP, ids=str)
 def test_ddp_trains_as_a_sparsifier_that_hosts_all_workers(found, name, options, processes):
     """Over several buckets, their regrouping, no_sync and a resumed checkpoint."""
-    parameters, stats = found[processes]["ddp", name]
+    parameters, stats, buckets = found[processes]["ddp", name]
     expected, expected_stats = trained_alone(processes, name, options)
     torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
     assert stats["counts"] == expected_stats["counts"] and stats["density"] == expected_stats["density"]
+    assert len(buckets[1]) > 1 and buckets[0] != buckets[1] == buckets[2], "DDP regrouped its buckets"
+    assert buckets[PAUSE] == buckets[0] and buckets[PAUSE + 1] == buckets[1]
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_ddp_goes_on_after_a_gradient_that_is_not_finite(found, processes):
+    undisturbed, disturbed = found[processes]["past nan"]
+    assert torch.equal(undisturbed, disturbed)

@@ -52,6 +52,9 @@ def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
 
     Returns the hook, whose `stats`, `state_dict` and `load_state_dict` are those of its sparsifier. Residuals differ
     from rank to rank: every rank saves its own. For deft, the model's parameters are the layers.
+
+    A gradient that is not finite on some rank fails the backward pass on all with a NotFiniteError: `.grad` is NaN, the
+    residuals are as before, and training may go on after `zero_grad()`.
     """
     if not callable(getattr(model, "register_comm_hook", None)):
         raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")

@@ -20,11 +20,17 @@ from ..workers import WorkerGroup
 STATE_VERSION = 1
 
 
+def wanted(density: float, dim: int) -> int:
+    """Coordinates to send: density · dim rounded down, at least one. 0.29 · 100 is a little less than 29 in binary."""
+    return max(1, int(round(density * dim, 6)))
+
+
 class Stats(dict):
     """Numbers of the last call, by key or as attributes.
 
     density: of the update; counts: coordinates selected, per worker; threshold: None where there is none;
-    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices;
+    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices (0 where
+    nobody selects);
     bytes: what a worker sends, on average, if every worker is a process of its own and collectives are rings.
     """
 
@@ -63,7 +69,7 @@ class Sparsifier(WorkerState):
         if not isinstance(error_feedback, bool):
             raise CdgrabError(f"error_feedback must be true or false, got {error_feedback!r}")
         self.density, self.error_feedback = float(density), error_feedback
-        self.target = max(1, int(density * dim))  # coordinates to send
+        self.target = wanted(density, dim)
         self.group = group or WorkerGroup(workers)
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sparsifier {workers}")
@@ -145,7 +151,7 @@ class Sparsifier(WorkerState):
             density=union / self.dim,
             counts=counts,
             threshold=self._threshold(),
-            imbalance=self.workers * max(counts) / max(1, sum(counts)) - 1,
+            imbalance=self.workers * max(counts) / sum(counts) - 1 if any(counts) else 0.0,
             bytes=sent,
         )
 

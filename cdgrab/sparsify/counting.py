@@ -14,6 +14,11 @@ from .hard_threshold import SMALLEST
 LARGEST = 3e38  # of float32
 NEAR = 1.25  # the threshold is looked for within this factor of the last one, then anywhere
 FINE, COARSE = 65, 1025  # values at which is counted near the threshold, and anywhere
+MANY = 0.1  # of the wanted number: so many between two values are looked at more closely, they may be equal
+CLOSER = 2  # times; then two values differ by little more than float32 can tell
+
+
+Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each of some ascending values
 
 
 def grid(low: float, high: float, size: int) -> list[float]:
@@ -32,8 +37,10 @@ def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
     return counts[1:].flip(0).cumsum(0).flip(0)
 
 
-def counted_threshold(count: Callable[[list[float]], list[int]], wanted: float, last: float | None) -> float:
+def counted_threshold(count: Counter, wanted: float, last: float | None) -> float:
     """The value that `wanted` magnitudes reach, SMALLEST if there are not so many above zero.
+
+    Equal magnitudes pass together: where one value takes the number from too few to too many, it is too many.
 
     count: how many reach each of some ascending values; last: a threshold that may be near.
     """
@@ -41,19 +48,30 @@ def counted_threshold(count: Callable[[list[float]], list[int]], wanted: float, 
         values = grid(max(last / NEAR, SMALLEST), last * NEAR, FINE)
         counts = count(values)
         if (counts[0] >= wanted or values[0] == SMALLEST) and counts[-1] < wanted:
-            return _between(values, counts, wanted)
+            return _between(count, values, counts, wanted)
     values = grid(SMALLEST, LARGEST, COARSE)
     counts = count(values)
     for (low, high), (reach_low, reach_high) in zip(pairwise(values), pairwise(counts), strict=True):
         if reach_low >= wanted > reach_high:
             values = grid(low, high, FINE)
-            return _between(values, count(values), wanted)
+            return _between(count, values, count(values), wanted)
     return SMALLEST
 
 
-def _between(values: list[float], counts: list[int], wanted: float) -> float:
-    """As if magnitudes were spread evenly from each value to the next."""
+def _between(
+    count: Counter,
+    values: list[float],
+    counts: list[int],
+    wanted: float,
+    closer: int = CLOSER,
+) -> float:
+    """As if magnitudes were spread evenly from each value to the next, unless many lie between the same two."""
     for (low, high), (reach_low, reach_high) in zip(pairwise(values), pairwise(counts), strict=True):
         if reach_low >= wanted > reach_high:
-            return low * (high / low) ** ((reach_low - wanted) / (reach_low - reach_high))
+            if reach_low - reach_high <= max(1, MANY * wanted):
+                return low * (high / low) ** ((reach_low - wanted) / (reach_low - reach_high))
+            if not closer:
+                return low
+            values = grid(low, high, FINE)
+            return _between(count, values, count(values), wanted, closer - 1)
     return values[0]

@@ -42,12 +42,20 @@ def proportional_rule(threshold: float, ratio: float) -> float:
     return threshold * min(max(ratio**GAIN, 0.95), 1.05)
 
 
+def shuffled(indices: Tensor, seed: int) -> Tensor:
+    """In an order that any process would give them. Of equal magnitudes the first ones would be taken, all from one end
+    of the partition: it would soon have none left there, while the loads let it shrink to just that end."""
+    order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
+    return indices[order.to(indices.device)]
+
+
 class ExDyna(Sparsifier):
     """Options beyond those of every sparsifier:
 
     threshold: how it follows the gradients.
       counted: before selecting, all count what would pass at some values near the last threshold, and take the value
         that lets the wanted number pass. Costs a sum of a few hundred bytes over the workers, and cannot oscillate.
+        Equal magnitudes pass together; only `rule: balanced` then holds the density.
       proportional: multiplied by (selected / wanted) ** 0.1 afterwards; counted at the start and when far off.
         Residuals that reach the threshold together make it oscillate at low densities.
       paper: starts from 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
@@ -92,6 +100,7 @@ class ExDyna(Sparsifier):
             start, end = edges[partition], edges[partition + 1]
             indices = start + reaching(row[start:end], self._value)
             if self._most and len(indices) > self._most:  # the others wait for a later turn
+                indices = shuffled(indices, self.iteration)
                 indices = indices[largest(row[indices], self._most)]
             if not len(indices) and end > start:
                 indices = torch.tensor([start + self.iteration % (end - start)], device=row.device)

@@ -41,6 +41,8 @@ def parts(settings: DictConfig) -> list[Part]:
     found = []
     for seed in range(settings.seeds):
         found += [*_made_up(settings, seed), *_trainings(settings, seed)]
+    for seed in range(settings.seeds, settings.balance_seeds):
+        found += _balances(settings, seed)
     return found
 
 
@@ -50,12 +52,12 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
     cases += [
         ("held", OURS, w, d, settings.held_dim, length) for d in settings.densities for w in settings.held_workers
     ]
-    cases += [("build-up", m, w, density, dim, 3 * LAST) for w in settings.crowds for m in (*settings.methods, DENSE)]
+    for crowd in settings.crowds:  # the paper's threshold is long on its way to where it stays
+        lengths = {method: length if method == PUBLISHED else 3 * LAST for method in (*settings.methods, DENSE)}
+        cases += [("build-up", method, crowd, density, dim, some) for method, some in lengths.items()]
     found = [_part(partial(layered, *case[1:], seed), *case[:4], seed) for case in cases]
     shared = (workers, density)
-    for rule in RULES:
-        compute = partial(layered, rule, *shared, dim, length, seed, **EVEN_LAYERS)
-        found.append(_part(compute, "imbalance", rule, *shared, seed))
+    found += _balances(settings, seed)
     for rule in THRESHOLDS:
         compute = partial(settling, rule, *shared, dim, settings.settling, seed)
         found.append(_part(compute, "settling", rule, *shared, seed))
@@ -67,6 +69,12 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
         compute = partial(selection_seconds, timed, count, density, settings.timed_dim, seed)
         found.append(replace(_part(compute, "time", "", count, density, seed), alone=True))
     return found
+
+
+def _balances(settings: DictConfig, seed: int) -> list[Part]:
+    shared = (settings.workers, settings.densities[0])
+    compute = partial(layered, dim=settings.dim, iterations=settings.iterations, seed=seed, **EVEN_LAYERS)
+    return [_part(partial(compute, rule, *shared), "imbalance", rule, *shared, seed) for rule in RULES]
 
 
 def _trainings(settings: DictConfig, seed: int) -> list[Part]:

@@ -137,7 +137,7 @@ def _draw_rules(panel: Axes, study: Study) -> None:
         rows, rule = measured(study.table, "imbalance", method), options_of(method)[1].get("rule", "balanced")
         _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=VARIANT_COLOURS[rule], lw=1.3)
     panel.set(title="imbalance by rule of partitions", xlabel="iteration", ylabel="workers · max / sum − 1")
-    panel.set_ylim(0, None)
+    panel.set_ylim(0, 1.35 * panel.get_ylim()[1])  # the names are above the curves
     _name_lines(panel, ["static", "paper", "relative", "balanced"])
 
 
@@ -161,12 +161,19 @@ def _name_lines(panel: Axes, rules: list[str]) -> None:
 
 def _draw_times(panel: Axes, study: Study) -> None:
     workers = study.settings.timed_workers[0]
-    times = measured(study.table, "time", workers=workers).groupby("timed")["selection"].mean().sort_values()
+    rows = measured(study.table, "time", workers=workers).groupby("timed")[["selection", "slowest"]].mean()
+    rows = rows.sort_values("selection")
+    times = rows["selection"]
     panel.barh([label(m) for m in times.index], 1000 * times, color=[colour(m) for m in times.index], height=0.6)
-    for row, value in enumerate(1000 * times):
-        panel.annotate(f"{value:.3g}", (value, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    panel.plot(1000 * rows["slowest"], range(len(rows)), "|", color="black", ms=9)
+    for row, (value, end) in enumerate(zip(1000 * times, 1000 * rows.max(axis=1), strict=True)):
+        panel.annotate(f"{value:.3g}", (end, row), (5, 0), textcoords="offset points", va="center", fontsize=7)
     millions = study.settings.timed_dim / 1e6
-    panel.set(title=f"selecting, {workers} workers, dim {millions:g} M", xlabel="ms per worker", xscale="log")
+    panel.set(
+        title=f"selecting, {workers} workers, dim {millions:g} M",
+        xlabel="ms, mean over workers; stroke: the slowest",
+        xscale="log",
+    )
     panel.set_xlim(times.min() * 500, times.max() * 4000)
 
 

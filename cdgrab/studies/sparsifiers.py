@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
 import yaml
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..sparsify import SPARSIFIERS, SparseMean, Sparsifier, make_sparsifier
 from ..train import Trainer
+from ..workers import WorkerGroup
 from .base import significant
 from .made_up_gradients import LayeredGradients, SparseModel
 from .training import train
@@ -94,25 +95,74 @@ def sparse_model(method: str, workers: int, density: float, steps: int, seed: in
 
 
 def selection_seconds(methods: list[str], workers: int, density: float, dim: int, seed: int) -> dict[str, list]:
-    """Seconds that a worker takes to select, methods in turn, on one core; medians.
+    """Seconds that workers take to select, methods in turn, on one core; medians of repetitions.
 
-    The workers select one after the other from the same gradient, and the time is divided by those that select
-    anything. `longest`: the longest partition's length, as a multiple of the mean, where there are partitions.
+    The workers select one after the other from the same gradient. `selection`: the mean over those that select
+    anything; `slowest`: of the worker that takes longest, for which the others wait. `longest`: the longest partition's
+    length, as a multiple of the mean, where there are partitions.
     """
     rows = LayeredGradients(1, dim, seed)().expand(workers, dim)
-    ready = [build(method, workers, dim, density, error_feedback=False) for method in methods]
+    ready = [build(method, workers, dim, density, error_feedback=False, group=Heard(workers)) for method in methods]
     for sparsifier in ready:
         for _ in range(REDUCTIONS):
             sparsifier.reduce(rows)
-    seconds: list[list[float]] = [[] for _ in methods]
-    for _ in range(REPEATS):
-        for times, sparsifier in zip(seconds, ready, strict=True):
-            start = time.perf_counter()
-            sparsifier._prepare(rows)
-            selected = sparsifier.select(rows)
-            times.append((time.perf_counter() - start) / sum(len(indices) > 0 for indices in selected))
-    longest = [_longest_partition(sparsifier) for sparsifier in ready]
-    return {"timed": methods, "selection": significant(map(statistics.median, seconds), 4), "longest": longest}
+    seconds = [[_seconds_by_worker(sparsifier, rows) for sparsifier in ready] for _ in range(REPEATS)]
+    medians = np.median(seconds, axis=0)  # [methods, workers]
+    selecting = [sum(len(indices) > 0 for indices in sparsifier.selected) for sparsifier in ready]
+    return {
+        "timed": methods,
+        "selection": significant(medians.sum(1) / selecting, 4),
+        "slowest": significant(medians.max(1), 4),
+        "longest": [_longest_partition(sparsifier) for sparsifier in ready],
+    }
+
+
+class Heard(WorkerGroup):
+    """All workers in one process. What they tell each other is kept."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        object.__setattr__(self, "answers", [])
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._kept(super().total(tensor))
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        return self._kept(super().from_worker(worker, tensor))
+
+    def _kept(self, answer: Tensor) -> Tensor:
+        self.answers.append(answer)
+        return answer
+
+
+class HeardAgain(WorkerGroup):
+    """One of these workers, to which the others answer as before."""
+
+    def __init__(self, workers: int, worker: int, answers: list[Tensor]) -> None:
+        super().__init__(workers, worker, workers)
+        object.__setattr__(self, "answers", iter(answers))
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return next(self.answers)
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        return next(self.answers)
+
+
+def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
+    sparsifier.group.answers.clear()
+    copy(sparsifier)._prepare(rows)
+    seconds = []
+    for worker, row in enumerate(rows.split(1)):
+        alone = copy(sparsifier)
+        alone.group = HeardAgain(len(rows), worker, sparsifier.group.answers)
+        for name in alone.per_worker:
+            setattr(alone, name, getattr(alone, name)[worker : worker + 1])
+        start = time.perf_counter()
+        alone._prepare(row)
+        alone.select(row)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _right_scale(dim: int, density: float, seed: int, **shape: float) -> float:
@@ -128,7 +178,7 @@ def _trajectory(
     """`ratio` is actual density / target."""
     kept = []
     for iteration in range(iterations):
-        sparsifier.reduce(gradients() * scale(iteration))
+        sparsifier.reduce(gradients().mul_(scale(iteration)))
         kept.append(sparsifier.stats | {"ratio": sparsifier.stats.density / sparsifier.density})
     columns = {name: _column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
     return {"iteration": list(range(iterations))} | columns
