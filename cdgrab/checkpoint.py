@@ -38,10 +38,10 @@ def save(directory: Path, content: dict, keep: int = 1) -> None:
             os.fsync(file.fileno())
         _age(directory, keep)
         os.replace(temporary, directory / FILE)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(directory / FILE)) from error  # writing alone names no file
     _sync(directory)
 
 

@@ -139,12 +139,12 @@ def append_line(path: Path, content: dict) -> None:
     size = os.fstat(handle).st_size
     try:
         if os.write(handle, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(handle)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, size)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # writing alone names no file
     finally:
         os.close(handle)
 
@@ -158,10 +158,10 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def git_commit() -> str | None:

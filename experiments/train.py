@@ -179,6 +179,7 @@ def _log_file(run: Run, rank: int) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / f"rank{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.handleError = lambda record: None  # a disk that is full is told once, in one sentence
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     faulthandler.enable(handler.stream)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -123,6 +124,19 @@ def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, 
     _, printed = process.communicate(timeout=60)
     assert process.returncode == status and f"{word} after" in printed and "resume=true goes on" in printed
     assert "Traceback" not in printed and read_manifest(folder)["status"] == word
+    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    assert lines(folder) == undisturbed
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "experiments.train", *RUN, f"run_dir={folder}"]
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))  # noqa: E731 - less than a checkpoint
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=full, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "checkpoint.pt" in done.stderr and "cannot be read or written (File too large)" in done.stderr
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*"))
     assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
     assert lines(folder) == undisturbed
 
