@@ -10,7 +10,6 @@ import hashlib
 import io
 import logging
 import os
-import pickle
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from .errors import CdgrabError
 
 FILE = "checkpoint.pt"
 FORMAT = b"cdgrab checkpoint 2 "
-UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
+DAMAGED = "checkpoint.damaged"
 log = logging.getLogger("cdgrab")
 
 
@@ -36,8 +35,7 @@ def save(directory: Path, content: dict, keep: int = 1) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        _age(directory, keep)
-        os.replace(temporary, directory / FILE)
+        _put_in_place(directory, temporary, keep)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -57,12 +55,14 @@ def load(directory: Path, speak: bool = True) -> dict | None:
             continue
         try:
             content = _read(path)
-        except UNREADABLE as error:
+        except Exception as error:  # whatever a damaged file makes of the reader
             damaged.append(f"{path} ({_brief(error)})")
             continue
         if damaged and speak:
             log.warning("damaged: %s; going on from %s", ", ".join(damaged), path.name)
             print(f"warning: {damaged[0]} cannot be read; going on from the one before it, {path.name}", flush=True)
+            with contextlib.suppress(OSError):  # it must not take the place of a good one when those are aged
+                os.replace(directory / FILE, directory / DAMAGED)
         return content
     if damaged:
         raise CdgrabError(
@@ -87,23 +87,25 @@ def _paths(directory: Path) -> list[Path]:
     return [directory / FILE, *older]
 
 
-def _age(directory: Path, keep: int) -> None:
-    """The newest gets a second name, so that there is one under its own all the time."""
+def _put_in_place(directory: Path, new: Path, keep: int) -> None:
+    """There is a newest one all the time, and until it is replaced all the others are as they were."""
     names = [directory / FILE, *(directory / f"checkpoint.{age}.pt" for age in range(1, keep))]
+    before = directory / f".{FILE}.old"
+    if keep > 1 and names[0].exists():
+        before.unlink(missing_ok=True)
+        try:
+            os.link(names[0], before)
+        except OSError:  # a file system without second names
+            os.replace(names[0], before)
+    os.replace(new, names[0])
     for older in _paths(directory)[1:]:
         if older not in names:
             older.unlink()
-    for newer, older in reversed(list(zip(names[1:-1], names[2:], strict=True))):
-        if newer.exists():
-            os.replace(newer, older)
-    if keep > 1 and names[0].exists():
-        second = directory / f".{FILE}.old"
-        second.unlink(missing_ok=True)
-        try:
-            os.link(names[0], second)
-            os.replace(second, names[1])
-        except OSError:  # a file system without second names
-            os.replace(names[0], names[1])
+    if before.exists():
+        for newer, older in reversed(list(zip(names[1:-1], names[2:], strict=True))):
+            if newer.exists():
+                os.replace(newer, older)
+        os.replace(before, names[1])
 
 
 def _sync(directory: Path) -> None:

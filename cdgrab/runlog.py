@@ -44,6 +44,8 @@ class RunLog:
             raise CdgrabError(
                 f"{self.metrics_path} has {len(kept)} epochs but the checkpoint {done}; use another run_dir"
             )
+        if any(line.get("epoch") != n or not isinstance(line.get("phases"), dict) for n, line in enumerate(kept, 1)):
+            raise CdgrabError(f"{self.metrics_path} is damaged; move the folder away to start this run again")
         write_atomically(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
         before = read_manifest(self.directory) if done else {}
         self._phases = [line["phases"] for line in kept]

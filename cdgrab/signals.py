@@ -29,7 +29,7 @@ class Wish:
     def hear(self, number: int, frame: object) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > SAME:  # who asks again does not want to wait
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # who asks again does not want to wait
             raise KeyboardInterrupt
 
 

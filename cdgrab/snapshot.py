@@ -44,7 +44,9 @@ def restore(trainer: Trainer, saved: dict) -> None:
     try:
         refuse_other_settings(trainer.run, saved["science"], directory)
         _restore(trainer, saved)
-    except (KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+    except CdgrabError:
+        raise
+    except Exception as error:  # whatever a content that does not fit makes of the loading
         raise CdgrabError(
             f"the checkpoint in {directory} does not fit this run; move it away to start again"
         ) from error
@@ -53,6 +55,8 @@ def restore(trainer: Trainer, saved: dict) -> None:
 def _restore(trainer: Trainer, saved: dict) -> None:
     group, loop, device = trainer.group, trainer.loop, trainer.device
     trainer.epochs_done, trainer.position = saved["epochs_done"], saved["position"]
+    if saved["parameters"].shape != loop.parameters.shape or saved["parameters"].dtype != loop.parameters.dtype:
+        raise TypeError("other parameters")
     loop.load(saved["parameters"].to(device), [tensor.to(device) for tensor in saved["optimiser"]])
     for name, holder in _holders(trainer).items():
         holder.load_state_dict(saved[name])

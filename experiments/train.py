@@ -49,12 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
         _say(str(error))
         return {DivergedError: DIVERGED, MissingError: MISSING}.get(type(error), REFUSED)
     except OSError as error:
-        _say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
+        _say(file_error(error))
         return REFUSED
     except KeyboardInterrupt:
         return 130
     finally:
         workers.disconnect()
+
+
+def file_error(error: OSError) -> str:
+    """In one sentence."""
+    return f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})"
 
 
 def _say(sentence: str) -> None:
@@ -69,11 +74,12 @@ def train(run: Run) -> None:
     keep_freed_memory()
     group = workers.connect(run.config.workers, run.config.timeout)
     with heartbeat.watching(group, run.config.timeout), contextlib.ExitStack() as stack:
-        if attempt():
-            run.config.resume = True  # torchrun starts the processes again after one has died
-        wanted = may_start(run, speak=group.rank == 0)
+        # only on the host on which a process has died does torchrun count that it starts them again
+        again = int(group.gather(torch.tensor([attempt()])).max()) > 0
+        run.config.resume = run.config.resume or again
+        wanted = may_start(run, speak=group.rank == 0, again=again)
         if wanted and group.rank == 0:
-            stack.enter_context(_own_folder(run.directory))
+            stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
         group.barrier()  # nobody writes before all have looked
         if wanted:
             _train(run, group)
@@ -96,12 +102,12 @@ def _train(run: Run, group: workers.WorkerGroup) -> None:
 
 
 @contextlib.contextmanager
-def _own_folder(directory: Path) -> Iterator[None]:
+def _own_folder(directory: Path, patience: float) -> Iterator[None]:
     """Nobody else writes there meanwhile; a folder that is made here and stays empty goes again."""
     new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(directory, patience=60.0 if attempt() else 0.0):  # the process before this one may be ending
+        with locked(directory, patience):  # the process before this one may be ending
             yield
     finally:
         if new:
@@ -143,8 +149,9 @@ def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, wish: signals.Wish)
     log.info("finished")
 
 
-def may_start(run: Run, speak: bool = True) -> bool:
-    """False (and says so) when the run is complete; refuses a folder that holds something else."""
+def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
+    """False (and says so) when the run is complete; refuses a folder that holds something else. `again`: torchrun
+    starts it once more."""
     manifest = runlog.read_manifest(run.directory)
     done = len(runlog.read_metrics(run.directory / "metrics.jsonl"))
     if not manifest:
@@ -165,7 +172,7 @@ def may_start(run: Run, speak: bool = True) -> bool:
             f"{run.directory} holds an unfinished run ({done} of {run.config.epochs} epochs); "
             "add resume=true to go on with it, or choose another run_dir"
         )
-    if attempt() and manifest["status"] == "diverged":
+    if again and manifest["status"] == "diverged":
         raise DivergedError(manifest.get("reason", "training diverged"))  # as it would again
     if done > 1 and not checkpoint.exists(run.directory):
         raise CdgrabError(f"{run.directory} has {done} epochs but no checkpoint to go on from; choose another run_dir")

@@ -21,7 +21,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.runlog import read_metrics
 from cdgrab.signals import STATUS
 from cdgrab.workers import WorkerGroup
-from experiments.train import MISSING, may_start
+from experiments.train import MISSING, REFUSED, file_error, may_start
 
 
 def process_count(wanted: int | str, workers: int) -> int:
@@ -46,7 +46,10 @@ def launch(overrides: list[str]) -> int:
             return 0
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
+    except OSError as error:
+        print(f"error: {file_error(error)}", file=sys.stderr)
+        return REFUSED
     print(
         f"running {run.directory} on {run.source.description}, {processes} process{'es' * (processes > 1)}", flush=True
     )

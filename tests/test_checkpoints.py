@@ -1,9 +1,11 @@
 """Checkpoints and metrics on a disk that fails, and files that are not what they seem."""
 
+import contextlib
 import json
 import os
 import pickle
 import resource
+from itertools import count
 
 import pytest
 import torch
@@ -41,8 +43,32 @@ def test_a_damaged_one_falls_back_to_the_one_before_with_a_warning(tmp_path, cap
     (tmp_path / "checkpoint.1.pt").write_bytes(b"")
     assert checkpoint.load(tmp_path, speak=False)["number"] == 0
     (tmp_path / "checkpoint.2.pt").write_text("something else")
-    with pytest.raises(CdgrabError, match="checkpoint.pt .* cannot be read, and there is none before it"):
+    with pytest.raises(CdgrabError, match="checkpoint.* cannot be read, and there is none before it"):
         checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("stop_at", range(4))
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_kill_between_any_two_renamings_loses_nothing(tmp_path, monkeypatch, stop_at, damaged):
+    for number in range(3):
+        checkpoint.save(tmp_path, content(number), keep=3)
+    if damaged:
+        (tmp_path / "checkpoint.pt").write_bytes(b"damaged")
+        assert checkpoint.load(tmp_path)["number"] == 1
+    calls, replace = count(), os.replace
+
+    def killed(*paths):
+        if next(calls) == stop_at:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(checkpoint.os, "replace", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        checkpoint.save(tmp_path, content(3), keep=3)
+    assert checkpoint.load(tmp_path)["number"] == (3 if stop_at else 1 if damaged else 2)
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, content(4), keep=3)
+    assert checkpoint.load(tmp_path)["number"] == 4
 
 
 @given(st.data())
