@@ -39,8 +39,8 @@ $(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 test: $(READY) ## lint and all tests
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-multinode: $(READY) ## one run on two hosts, which are network namespaces of this machine; needs root
-	@$(BIN)/python -m pytest tests/system/test_multinode.py -rs
+test-multinode: $(READY) ## a rank is killed, one stands still; one run on two hosts, network namespaces of this machine: needs root
+	@$(BIN)/python -m pytest tests/system/test_elastic.py tests/system/test_multinode.py -rs
 
 test-slurm: $(READY) ## runs through a one-node Slurm (Debian's slurm-wlm and munge); needs root
 	@$(BIN)/python -m pip install --quiet hydra-submitit-launcher==1.2.0

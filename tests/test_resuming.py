@@ -1,6 +1,5 @@
 """Runs that are stopped or killed anywhere and go on: metrics and orders are those of a run that never was."""
 
-import json
 import os
 import resource
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import time
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -139,30 +137,3 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undi
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*"))
     assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
     assert lines(folder) == undisturbed
-
-
-def ranks(process):
-    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-
-
-def test_torchrun_goes_on_by_itself_when_a_rank_is_killed_and_one_that_stands_still_is_named(undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    process = start(folder, processes=2)
-    wait_for(folder, 2, process)
-    os.kill(ranks(process)[1], signal.SIGKILL)
-    _, printed = process.communicate(timeout=240)
-    assert process.returncode == 0, printed
-    for mine, theirs in zip(lines(folder), undisturbed, strict=True):  # which were made by one process
-        assert mine.pop("order_hash") == theirs["order_hash"]
-        assert mine == pytest.approx({key: theirs[key] for key in mine}, rel=1e-12)
-    assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 1
-
-    process = start(tmp_path / "still", "timeout=4", "epochs=4000", processes=2)
-    wait_for(tmp_path / "still", 2, process)
-    started = ranks(process)
-    os.kill(started[0], signal.SIGSTOP)
-    printed = next(line for line in process.stderr if "error:" in line)
-    assert "rank 0 no longer answers (its last collective was" in printed and "rank 1 waited for it in" in printed
-    process.kill()  # torchrun would wait half a minute for the one that does not listen
-    for rank in started:
-        os.kill(rank, signal.SIGKILL)
