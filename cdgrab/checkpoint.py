@@ -10,10 +10,12 @@ import hashlib
 import io
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from .durable import replacing
 from .errors import CdgrabError
 
 FILE = "checkpoint.pt"
@@ -28,18 +30,9 @@ def save(directory: Path, content: dict, keep: int = 1) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     payload = buffer.getbuffer()
-    temporary = directory / f".{FILE}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(FORMAT + hashlib.sha256(payload).hexdigest().encode() + b"\n")
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        _put_in_place(directory, temporary, keep)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(directory / FILE)) from error  # writing alone names no file
+    with replacing(directory / FILE, partial(_put_in_place, keep)) as file:
+        file.write(FORMAT + hashlib.sha256(payload).hexdigest().encode() + b"\n")
+        file.write(payload)
     _sync(directory)
 
 
@@ -87,8 +80,9 @@ def _paths(directory: Path) -> list[Path]:
     return [directory / FILE, *older]
 
 
-def _put_in_place(directory: Path, new: Path, keep: int) -> None:
+def _put_in_place(keep: int, new: Path, path: Path) -> None:
     """There is a newest one all the time, and until it is replaced all the others are as they were."""
+    directory = path.parent
     names = [directory / FILE, *(directory / f"checkpoint.{age}.pt" for age in range(1, keep))]
     before = directory / f".{FILE}.old"
     if keep > 1 and names[0].exists():

@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from .config import ROOT, Run
+from .durable import replacing
 from .errors import CdgrabError
 from .sorters import LABELS
 
@@ -153,17 +154,8 @@ def append_line(path: Path, content: dict) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Either the old file or the whole new one is there, whenever the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def git_commit() -> str | None:

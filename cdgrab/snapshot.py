@@ -31,7 +31,7 @@ def taken(trainer: Trainer) -> dict | None:
         "parameters": loop.parameters,
         "optimiser": list(loop.optimiser.state),
         "carry": carry,
-        "first_parameters": trainer.first_parameters,
+        "first_parameters": trainer.first_parameters if trainer.position else None,
         "seconds": trainer.clock.seconds,
         "sparsified": sparsified,
         **states,

@@ -166,10 +166,9 @@ class Trainer:
         self._stop = stop
         with _progress_bar(self, quiet) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
+                clock = self.clock = Clock(self.clock.seconds if self.position else None)
                 if not self.position:
-                    self.clock = Clock()
                     self.first_parameters = self.loop.parameters.clone() if self._herding_is_due() else None
-                clock = self.clock
                 order = self.sorter.order(self.epochs_done)
                 clock.lap("ordering")
                 self.train_epoch(order, clock, bar)

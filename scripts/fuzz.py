@@ -112,9 +112,7 @@ def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
 
 def _damage(path: Path, generator: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    way = generator.choice(
-        ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "keep")
-    )
+    way = generator.choice(WAYS)
     if way == "cut":
         content = content[: generator.randrange(len(content) + 1)]
     elif way == "flip" and content:
