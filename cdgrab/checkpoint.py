@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from .durable import replacing
-from .errors import CdgrabError
+from .errors import CdgrabError, warn
 
 FILE = "checkpoint.pt"
-FORMAT = b"cdgrab checkpoint 2 "
+FORMAT = b"cdgrab checkpoint 3 "
 DAMAGED = "checkpoint.damaged"
-log = logging.getLogger("cdgrab")
 
 
 def save(directory: Path, content: dict, keep: int = 1) -> None:
@@ -40,8 +39,11 @@ def exists(directory: Path) -> bool:
     return any(path.exists() for path in _paths(directory))
 
 
-def load(directory: Path, speak: bool = True) -> dict | None:
-    """The newest checkpoint that can be read, on the CPU; None when there is none. Says which newer one is damaged."""
+def load(directory: Path, say: Callable[[str], None] = warn, mend: bool = False) -> dict | None:
+    """The newest checkpoint that can be read, on the CPU; None when there is none. Says which newer one is damaged.
+
+    mend: put the damaged one aside, so that it takes no good one's place when those are aged.
+    """
     damaged = []
     for path in _paths(directory):
         if not path.exists():
@@ -51,11 +53,11 @@ def load(directory: Path, speak: bool = True) -> dict | None:
         except Exception as error:  # whatever a damaged file makes of the reader
             damaged.append(f"{path} ({_brief(error)})")
             continue
-        if damaged and speak:
-            log.warning("damaged: %s; going on from %s", ", ".join(damaged), path.name)
-            print(f"warning: {damaged[0]} cannot be read; going on from the one before it, {path.name}", flush=True)
-            with contextlib.suppress(OSError):  # it must not take the place of a good one when those are aged
-                os.replace(directory / FILE, directory / DAMAGED)
+        if damaged:
+            say(f"{' and '.join(damaged)} cannot be read; going on from the one before, {path.name}")
+            if mend:
+                with contextlib.suppress(OSError):
+                    os.replace(directory / FILE, directory / DAMAGED)
         return content
     if damaged:
         raise CdgrabError(

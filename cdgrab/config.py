@@ -39,6 +39,8 @@ DEPLOYMENT = {
     "resume",
     "device",
     "nproc",
+    "nnodes",
+    "rdzv",
     "jobs",
     "data_root",
     "data",
@@ -125,6 +127,9 @@ def validate(config: DictConfig) -> None:
     _whole(config, "threads", 1)
     _whole(config, "checkpoint.keep", 1)
     _whole(config, "restarts", 0)
+    _whole(config, "nnodes", 1)
+    if (config.nnodes > 1) != isinstance(config.rdzv, str):
+        raise CdgrabError("a run on several hosts needs both nnodes=2 (or more) and rdzv=first-host:29400")
     _number(config, "timeout", above=0.0)
     if config.checkpoint.every_steps is not None:
         _whole(config, "checkpoint.every_steps", 1)

@@ -1,5 +1,12 @@
 """Errors that a user can act on: one clear sentence each, shown without a traceback."""
 
+import sys
+
+
+def warn(sentence: str) -> None:
+    """What the user should know, and nothing is refused."""
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
 
 class CdgrabError(ValueError):
     """Bad input, bad data or a run that cannot go on; the message is one sentence for the user."""
@@ -15,6 +22,14 @@ class DivergedError(CdgrabError):
 
 class MissingError(CdgrabError):
     """Another process of the run is gone, or stands still."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed. Not for the user: who waited for whom is found out where this is caught."""
+
+    def __init__(self, name: str, number: int, reason: str) -> None:
+        super().__init__(f"{name}, collective number {number}, failed: {reason}")
+        self.where = f"{name}, collective number {number}"
 
 
 class Stopped(CdgrabError):

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from .errors import MissingError
+from .errors import CollectiveError, MissingError
 from .meeting import agents_store
 from .workers import WorkerGroup
 
 MOST_SECONDS = 5.0  # between two beats
+GONE = "the process that keeps the store no longer answers"
 
 
 @contextlib.contextmanager
@@ -27,14 +28,14 @@ def watching(group: WorkerGroup, timeout: float) -> Iterator[None]:
     if group.world_size == 1:
         yield
         return
-    heartbeat = Heartbeat(group, timeout)
+    try:
+        heartbeat = Heartbeat(group, timeout)
+    except RuntimeError as error:
+        raise MissingError(f"{GONE}: rank {group.rank} could not tell it that it is here") from error
     try:
         yield
-    except RuntimeError as error:
-        if not group.traffic.inside:
-            raise
-        where = f"{group.traffic.last}, collective number {group.traffic.calls}"
-        raise MissingError(f"{heartbeat.missing()}: rank {group.rank} waited for it in {where}") from error
+    except CollectiveError as error:
+        raise MissingError(f"{heartbeat.missing()}: rank {group.rank} waited for it in {error.where}") from error
     finally:
         heartbeat.stop()
 
@@ -60,10 +61,10 @@ class Heartbeat:
             time.sleep(2.5 * self._interval)
             after = self._all()
         except RuntimeError:
-            return "the process that keeps the store no longer answers"
+            return GONE
         silent = [rank for rank in after if after[rank] == before[rank] and rank != self._group.rank]
         if silent:
-            return f"{_ranks(silent)} no longer answer{'s' * (len(silent) == 1)}{_last(after[silent[0]])}"
+            return f"{_ranks(silent)} no longer answer{'s' * (len(silent) == 1)}{_last(after[max(silent)])}"
         behind = min(after, key=lambda rank: after[rank][1])
         return f"rank {behind} has not joined in{_last(after[behind])}"
 

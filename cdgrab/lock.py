@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import CdgrabError
+from .errors import CdgrabError, warn
 
 try:
     import fcntl
@@ -48,8 +48,8 @@ def _try(path: Path) -> int | None:
         except BlockingIOError:
             os.close(handle)
             return None
-        except OSError:  # a file system that knows no locks
-            pass
+        except OSError:
+            warn(f"{path.parent} is on a file system without locks: start this run only once at a time")
         if _still_there(handle, path):
             break
         os.close(handle)  # its owner removed it in between

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from .durable import replacing
 from .errors import CdgrabError
 from .sorters import LABELS
 
+NONE_YET = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # metrics of a run that begins
 PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "numba")
 
 
@@ -34,22 +36,23 @@ class RunLog:
         self._manifest: dict = {}
 
     def begin(
-        self, run: Run, rows: dict[str, int], sizes: dict[str, int], world_size: int, device: torch.device, done: int
+        self,
+        run: Run,
+        rows: dict[str, int],
+        sizes: dict[str, int],
+        world_size: int,
+        device: torch.device,
+        metrics: dict | None = None,
     ) -> None:
-        """Start (done = 0) or go on after `done` epochs: later lines of an interrupted run are dropped."""
+        """Start, or go on from a checkpoint, when metrics were as `measured`: lines written later are dropped."""
         if not self.active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        kept = read_metrics(self.metrics_path)[:done]
-        if len(kept) < done:
-            raise CdgrabError(
-                f"{self.metrics_path} has {len(kept)} epochs but the checkpoint {done}; use another run_dir"
-            )
-        if any(line.get("epoch") != n or not isinstance(line.get("phases"), dict) for n, line in enumerate(kept, 1)):
-            raise CdgrabError(f"{self.metrics_path} is damaged; move the folder away to start this run again")
-        write_atomically(self.metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-        before = read_manifest(self.directory) if done else {}
-        self._phases = [line["phases"] for line in kept]
+        kept = _first_bytes(self.metrics_path, metrics or NONE_YET)
+        before = read_manifest(self.directory) if metrics else {}
+        with replacing(self.metrics_path) as file:
+            file.write(kept)
+        self._phases = [line["phases"] for line in read_metrics(self.metrics_path)]
         self._manifest = {
             "status": "running",
             "name": run.config.name,
@@ -67,7 +70,7 @@ class RunLog:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             **environment(),
             "started": before.get("started", now()),
-            "resumed": [*before.get("resumed", []), now()] if done else [],
+            "resumed": [*before.get("resumed", []), now()] if metrics else [],
         }
         self._write_manifest()
 
@@ -96,11 +99,26 @@ class RunLog:
         write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
 
 
+def measured(directory: Path) -> dict:
+    """How long a run's metrics are, and their checksum."""
+    path = directory / "metrics.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _first_bytes(path: Path, wanted: dict) -> bytes:
+    """What the file held when it was `measured`; refused when it was changed since."""
+    content = path.read_bytes()[: wanted["bytes"]] if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+        raise CdgrabError(f"{path} is not what it was at the checkpoint; move the folder away to start this run again")
+    return content
+
+
 def environment() -> dict:
     """What a result was made with: host, versions, commit."""
     return {
         "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _installed()},
+        "versions": {"python": platform.python_version()} | _versions(),
         "commit": git_commit(),
     }
 
@@ -180,9 +198,13 @@ def git_commit() -> str | None:
         return None
 
 
-def _installed() -> list[str]:
-    present = {distribution.name.lower() for distribution in metadata.distributions() if distribution.name}
-    return [name for name in PACKAGES if name in present]
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def cpu_name() -> str:

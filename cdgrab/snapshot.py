@@ -5,14 +5,21 @@ There is no random generator to be saved: every draw is made anew from the run's
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
+import torch
+
+from . import runlog
 from .clock import Clock
 from .config import refuse_other_settings
 from .errors import CdgrabError
 from .state import WorkerState, collected
+from .workers import WorkerGroup
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .train import Trainer
 
 
@@ -28,6 +35,7 @@ def taken(trainer: Trainer) -> dict | None:
         "science": trainer.run.science,
         "epochs_done": trainer.epochs_done,
         "position": trainer.position,
+        "metrics": runlog.measured(trainer.run.directory),
         "parameters": loop.parameters,
         "optimiser": list(loop.optimiser.state),
         "carry": carry,
@@ -38,9 +46,12 @@ def taken(trainer: Trainer) -> dict | None:
     }
 
 
-def restore(trainer: Trainer, saved: dict) -> None:
-    """Refuses what belongs to another run, or is no snapshot."""
+def restore(trainer: Trainer, saved: dict | None) -> None:
+    """Called by all ranks. Refuses what belongs to another run, is no snapshot, or not that of all ranks."""
     directory = trainer.run.directory
+    refuse_different(trainer.group, saved, directory)
+    if saved is None:
+        return
     try:
         refuse_other_settings(trainer.run, saved["science"], directory)
         _restore(trainer, saved)
@@ -52,9 +63,29 @@ def restore(trainer: Trainer, saved: dict) -> None:
         ) from error
 
 
+def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:
+    """All ranks must have found the same: hosts that do not share the folder would train different models."""
+    found = group.gather(torch.tensor([_fingerprint(saved)]))
+    if len(found.unique(dim=0)) > 1:
+        words = "; ".join(f"rank {rank} {_words(*row)}" for rank, row in enumerate(found.tolist()))
+        raise CdgrabError(f"the processes found different checkpoints in {directory} ({words}): do all hosts see it?")
+
+
+def _fingerprint(saved: dict | None) -> list[int]:
+    try:
+        content = saved["parameters"].contiguous().view(torch.uint8).numpy().tobytes()
+        return [int(saved["epochs_done"]), int(saved["position"]), zlib.crc32(content)]
+    except Exception:  # there is none, or it is refused later
+        return [-1, 0, 0]
+
+
+def _words(epochs: int, position: int, checksum: int) -> str:
+    return "none" if epochs < 0 else f"epoch {epochs + 1}, unit {position}, checksum {checksum:08x}"
+
+
 def _restore(trainer: Trainer, saved: dict) -> None:
     group, loop, device = trainer.group, trainer.loop, trainer.device
-    trainer.epochs_done, trainer.position = saved["epochs_done"], saved["position"]
+    trainer.epochs_done, trainer.position, trainer.metrics = saved["epochs_done"], saved["position"], saved["metrics"]
     if saved["parameters"].shape != loop.parameters.shape or saved["parameters"].dtype != loop.parameters.dtype:
         raise TypeError("other parameters")
     loop.load(saved["parameters"].to(device), [tensor.to(device) for tensor in saved["optimiser"]])

@@ -24,7 +24,7 @@ from . import checkpoint, kernels, signals, snapshot, streams
 from .clock import Clock
 from .compiled import Compiled
 from .config import Run
-from .errors import DivergedError, NotFiniteError, Stopped
+from .errors import DivergedError, NotFiniteError, Stopped, warn
 from .exchange import summed
 from .gradients import FlatParameters, gradient_function
 from .herding_metric import replayed_herding
@@ -85,6 +85,7 @@ class Trainer:
             self.loop = Steps(*parts, self.sorter.observe_share if self.shares else None, self.sparse_mean)
         self.epochs_done, self.position = 0, 0  # units visited of the epoch that is under way
         self.clock, self.first_parameters = Clock(), None
+        self.metrics: dict | None = None  # those of the checkpoint from which this goes on
         self._stop: Callable[[], int] = lambda: 0
         self._warm_up()
 
@@ -149,11 +150,10 @@ class Trainer:
         if content is not None:
             checkpoint.save(self.run.directory, content, self.config.checkpoint.keep)
 
-    def load(self) -> None:
-        """Go on from the run's checkpoint, if there is one, in the middle of an epoch too."""
-        saved = checkpoint.load(self.run.directory, speak=self.group.rank == 0)
-        if saved is not None:
-            snapshot.restore(self, saved)
+    def load(self, say: Callable[[str], None] = warn) -> None:
+        """Go on from the run's checkpoint, if there is one, in the middle of an epoch too. Called by all ranks."""
+        first = self.group.rank == 0
+        snapshot.restore(self, checkpoint.load(self.run.directory, say if first else lambda _: None, mend=first))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -193,19 +193,22 @@ class Trainer:
         if not self.position:
             self.loop.start_epoch()
         for start, end, microbatch in self._blocks():
-            if start >= self.position:
-                signal = self._train_block(visits[:, start:end], start, microbatch, clock, bar)
-                self.position = end
-                self._save_if_due(signal, clock)
+            signal = self._train_block(visits[:, start:end], start, microbatch, clock, bar)
+            self.position = end
+            self._save_if_due(signal, clock)
 
     def _blocks(self) -> list[tuple[int, int, int]]:
-        """(first unit, end, units per step) of steps that run together; a checkpoint is due only at their ends."""
+        """(first unit, end, units per step) of the steps that run together, as far as they are left.
+
+        Checkpoints are due at their ends only; but a run may go on that was stopped with other blocks.
+        """
         full = self.units // self.microbatch * self.microbatch  # units in steps of full size
-        cuts = {*range(0, full, self.block_steps * self.microbatch), full}
+        cuts = {*range(0, full, self.block_steps * self.microbatch), full, min(self.position, full)}
         if every := self.config.checkpoint.every_steps:
             cuts |= set(range(0, full, every * self.microbatch))
-        blocks = [(start, end, self.microbatch) for start, end in pairwise(sorted(cuts))]
-        return [*blocks, (full, self.units, self.units - full)] if full < self.units else blocks
+        left = sorted(cut for cut in cuts if cut >= self.position)
+        blocks = [(start, end, self.microbatch) for start, end in pairwise(left)]
+        return [*blocks, (full, self.units, self.units - full)] if self.position <= full < self.units else blocks
 
     def _save_if_due(self, signal: int, clock: Clock) -> None:
         every, steps = self.config.checkpoint.every_steps, -(-self.position // self.microbatch)

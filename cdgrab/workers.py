@@ -11,12 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CdgrabError
+from .errors import CdgrabError, CollectiveError
 from .meeting import meet
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -34,14 +35,16 @@ class Traffic:
     sent: int = 0
     calls: int = 0  # collectives begun
     last: str = ""  # the name of the last one
-    inside: bool = False  # whether it is still under way, or failed
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Around every one, so that it can be told who waits for whom in which."""
-        self.calls, self.last, self.inside = self.calls + 1, name, True
-        yield
-        self.inside = False
+        self.calls, self.last = self.calls + 1, name
+        number = self.calls  # another thread may begin one meanwhile
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(name, number, str(error).partition("\n")[0]) from error
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -57,6 +60,7 @@ class WorkerGroup:
     world_size: int = 1
     traffic: Traffic = field(default_factory=lambda: Traffic(), compare=False)
     channel: object = None  # a torch.distributed process group; None: the one that all share
+    timeout: float | None = None  # seconds that a collective may take; None: torch's own limit
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -213,7 +217,10 @@ class WorkerGroup:
 
     def separate(self) -> WorkerGroup:
         """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
-        return replace(self, channel=dist.new_group(backend="gloo")) if self.world_size > 1 else self
+        if self.world_size == 1:
+            return self
+        limit = timedelta(seconds=self.timeout) if self.timeout else None
+        return replace(self, channel=dist.new_group(backend="gloo", timeout=limit))
 
     def backends(self) -> str:
         """What connects the processes, by device, such as cpu:gloo,cuda:nccl; empty where there is but one."""
@@ -250,7 +257,8 @@ def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
 
     gloo throughout: it takes CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
     """
-    group = WorkerGroup(workers, launched_rank(), launched_world_size())  # refuses a bad split before any connection
+    # refuses a bad split before any connection
+    group = WorkerGroup(workers, launched_rank(), launched_world_size(), timeout=timeout)
     if group.world_size > 1 and not dist.is_initialized():
         meet(group.rank, group.world_size, timeout)
     return group

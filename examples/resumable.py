@@ -12,16 +12,16 @@ from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
 
-from .digits import digits, network
+from .loans import loans, network
 
-EVERY, ACCUMULATE = 8, 2  # a checkpoint every so many batches, a step every so many
+EVERY, ACCUMULATE = 20, 2  # a checkpoint every so many batches, a step every so many
 
 
-def main(folder: str, sorter: str = "cd_grab", epochs: str = "10", seed: str = "0") -> float:
+def main(folder: str, sorter: str = "cd_grab", epochs: str = "20", seed: str = "0") -> float:
     torch.manual_seed(int(seed))
-    train, _ = digits()
+    train = loans()
     model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
     settings = {"sorter": sorter, "seed": int(seed), "accumulation_steps": ACCUMULATE, "drop_last": True}
     sampler = OrderedBatchSampler(train, 8, **settings)
     sampler.attach(model, scaler=scaler)
@@ -36,8 +36,8 @@ def main(folder: str, sorter: str = "cd_grab", epochs: str = "10", seed: str = "
     own = torch.Generator()  # else the loader would draw from dropout's
     loader = DataLoader(train, batch_sampler=sampler, num_workers=2, generator=own)
     while done < int(epochs) * len(sampler):
-        for images, labels in loader:
-            loss = nn.functional.cross_entropy(model(images), labels)
+        for features, labels in loader:
+            loss = nn.functional.cross_entropy(model(features), labels)
             scaler.scale(loss / ACCUMULATE).backward()
             done += 1
             if done % ACCUMULATE == 0:
@@ -48,9 +48,9 @@ def main(folder: str, sorter: str = "cd_grab", epochs: str = "10", seed: str = "
                 states = {name: holder.state_dict() for name, holder in holders.items()}
                 torch.save(states | {"done": done, "random": torch.get_rng_state()}, path + ".new")
                 os.replace(path + ".new", path)
-    images, labels = train.tensors
+    features, labels = train.tensors
     with torch.no_grad():
-        loss = float(nn.functional.cross_entropy(model.eval()(images), labels))
+        loss = float(nn.functional.cross_entropy(model.eval()(features), labels))
     print(f"{done} batches, train loss {loss!r}")
     return loss
 

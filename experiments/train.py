@@ -23,7 +23,7 @@ import torch
 
 from cdgrab import checkpoint, heartbeat, runlog, signals, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
-from cdgrab.errors import CdgrabError, DivergedError, MissingError, Stopped
+from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, warn
 from cdgrab.lock import locked
 from cdgrab.memory import keep_freed_memory
 from cdgrab.tasks import make_task
@@ -80,8 +80,8 @@ def train(run: Run) -> None:
         wanted = may_start(run, speak=group.rank == 0, again=again)
         if wanted and group.rank == 0:
             stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
-        group.barrier()  # nobody writes before all have looked
-        if wanted:
+            wanted = may_start(run, again=again)  # another process may have completed it meanwhile
+        if group.gather(torch.tensor([int(wanted)]))[0]:  # and nobody writes before all have looked
             _train(run, group)
 
 
@@ -91,28 +91,43 @@ def _train(run: Run, group: workers.WorkerGroup) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.config.tf32
     task = make_task(run.config, run.source, device)
     trainer = Trainer(run, task, group, device)
+    warnings: list[str] = []
     if run.config.resume:
-        trainer.load()
+        trainer.load(warnings.append)
     run_log = runlog.RunLog(run, active=group.rank == 0)
-    with signals.listening() as wish:  # from here on there is something to be saved
-        run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.epochs_done)
+    with signals.listening() as wish, _told_to_end(wish):  # from here on there is something to be saved
+        run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.metrics)
         group.barrier()  # the folder is there
         with _log_file(run, group.rank):
+            for warning in warnings:
+                warn(warning)
+                log.warning("%s", warning)
             _fit(run, trainer, run_log, wish)
+
+
+@contextlib.contextmanager
+def _told_to_end(wish: signals.Wish) -> Iterator[None]:
+    """torchrun ends the others when a process dies: it need not be found out which one that was."""
+    try:
+        yield
+    except CollectiveError as error:
+        if not wish():
+            raise
+        raise Stopped(wish(), "ended because another process has died") from error
 
 
 @contextlib.contextmanager
 def _own_folder(directory: Path, patience: float) -> Iterator[None]:
     """Nobody else writes there meanwhile; a folder that is made here and stays empty goes again."""
-    new = not directory.exists()
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory, patience):  # the process before this one may be ending
             yield
     finally:
-        if new:
-            with contextlib.suppress(OSError):
-                os.removedirs(directory)
+        with contextlib.suppress(OSError):  # the first that is not empty ends this
+            for path in new:
+                path.rmdir()
 
 
 def attempt() -> int:
@@ -141,6 +156,9 @@ def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, wish: signals.Wish)
         if run_log.active:
             done = trainer.epochs_done
             print(f"interrupted at once, after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
+        raise
+    except CollectiveError as error:
+        log.error("%s", error)
         raise
     except Exception:
         log.exception("stopped")

@@ -10,17 +10,20 @@ taken, or refused by an error that is one sentence; anything else, and any chang
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +31,9 @@ import torch
 from tqdm import tqdm
 
 import cdgrab
-from cdgrab import checkpoint
+from cdgrab import checkpoint, signals
 from cdgrab.config import choices, compose, compose_config, flatten
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, DivergedError
 from cdgrab.runlog import read_manifest, read_metrics
 from cdgrab.tasks import make_task
 from experiments import train
@@ -40,7 +43,8 @@ WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan",
 WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]
 SHARES = {"settings": 0.25, "files": 0.1, "runs": 0.25, "gradients": 0.4}  # of all inputs
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
-WAYS = ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "nothing")
+WAYS = ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "columns", "nothing")
+MADE = "made by a checkpoint"
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan"), float("inf"), -float("inf"))
 
 
@@ -112,7 +116,7 @@ def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
 
 def _damage(path: Path, generator: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    way = generator.choice(WAYS)
+    way = "huge" if generator.random() < 0.005 else generator.choice(WAYS)
     if way == "cut":
         content = content[: generator.randrange(len(content) + 1)]
     elif way == "flip" and content:
@@ -126,6 +130,13 @@ def _damage(path: Path, generator: random.Random) -> None:
         content = bytearray(generator.randbytes(generator.randrange(2000)))
     elif way == "long line":
         content += b"x," * 10**6
+    elif way == "huge":
+        content *= 2**24 // (len(content) + 1) + 1
+    elif way == "columns":  # names in another order, one of them missing
+        first, _, rest = bytes(content).partition(b"\n")
+        separator = b"\t" if b"\t" in first else b","
+        names = first.split(separator)
+        content = bytearray(separator.join(generator.sample(names, len(names) - 1)) + b"\n" + rest)
     if way in ("folder", "loop", "gone"):
         path.unlink()
         if way == "folder":
@@ -137,32 +148,106 @@ def _damage(path: Path, generator: random.Random) -> None:
 
 
 def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Files of a run that is half done."""
-    good = scratch / "good"
-    overrides = ["data=embedded", "size=smoke", "epochs=2", "compile=off"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert train.main([*overrides, f"run_dir={good}"]) == 0
-    manifest = (good / "manifest.json").read_text().replace('"status": "finished"', '"status": "running"')
-    (good / "manifest.json").write_text(manifest)
-    shutil.rmtree(good / "logs")
-    run = compose([*overrides, f"run_dir={good}", "resume=true"])
+    """Files of a run that is half done: damaged, or made to look right with another content. It is read or resumed."""
+    overrides = ["data=embedded", "size=smoke", "task.limit=64", "epochs=3", "compile=off"]
+    good, whole = _half_done(scratch, overrides)
     names = [path.name for path in good.iterdir()]
 
-    def attempt(folder: Path) -> None:
+    def attempt(folder: Path, counterfeit: bool, resume: bool) -> None:
         before = _contents(folder)
         try:
-            train.may_start(type(run)(run.config, run.source, folder), speak=False)
-            read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, speak=False)
+            if resume:
+                _resumed([*overrides, f"run_dir={folder}", "resume=true"])
+                assert counterfeit or _losses(folder) == whole, "another result"
+            else:
+                run = compose([*overrides, f"run_dir={folder}", "resume=true"])
+                train.may_start(run, speak=False)
+                read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, lambda _: None)
+        except DivergedError:  # what was made to look right was trained on
+            raise
+        except (CdgrabError, OSError):
+            there = tuple(_contents(folder).values())  # a damaged checkpoint may have been put aside
+            if (folder / "logs").exists():  # training began, and could not save
+                before.pop(str(folder / "manifest.json"), None)
+            assert all(any(new.startswith(old) for new in there) for old in before.values()), "a file was changed"
+            raise
         finally:
-            assert _contents(folder) == before, "files of a run were changed"
             shutil.rmtree(folder)
 
     while True:
         folder = scratch / f"run{generator.random()}"
         shutil.copytree(good, folder)
-        for name in generator.sample(names, generator.choice((1, 1, 2))):
-            _damage(folder / name, generator)
-        yield lambda folder=folder: attempt(folder)
+        counterfeit = generator.random() < 0.2
+        if counterfeit:
+            _counterfeit(folder, generator)
+        else:
+            for name in generator.sample(names, generator.choice((1, 1, 2))):
+                _damage(folder / name, generator)
+        yield partial(attempt, folder, counterfeit, generator.random() < 0.4)
+
+
+def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
+    """The folder of a run that was stopped in its second epoch, and what it comes to when it goes on."""
+    folder, steps = scratch / "good", iter(range(10**6))
+    asked = signals.Wish.__call__
+    signals.Wish.__call__ = lambda wish: signal.SIGTERM * (next(steps) == 5)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            status = train.main([*overrides, f"run_dir={folder}", "checkpoint.every_steps=1"])
+    finally:
+        signals.Wish.__call__ = asked
+    assert status == signals.REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
+    shutil.rmtree(folder / "logs")
+    shutil.copytree(folder, scratch / "whole")
+    assert train.main([*overrides, f"run_dir={scratch / 'whole'}", "resume=true"]) == 0
+    return folder, _losses(scratch / "whole")
+
+
+def _losses(folder: Path) -> list:
+    return [(line["train_loss"], line["order_hash"]) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def _resumed(arguments: list[str]) -> None:
+    """By the command itself; what it refuses, in one line, is raised."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+        status = train.main(arguments)
+    *warnings, error = printed.getvalue().splitlines() or [""]
+    assert all(line.startswith("warning: ") for line in warnings), printed.getvalue()
+    if status:
+        assert status in (train.REFUSED, train.DIVERGED) and error.startswith("error: "), printed.getvalue()
+        raise CdgrabError(error) if status == train.REFUSED else DivergedError(error)
+
+
+class Malice:
+    """Pickled: whoever loads it makes a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (MADE,)
+
+
+def _counterfeit(folder: Path, generator: random.Random) -> None:
+    """Checkpoints whose checksums are right."""
+    content = checkpoint.load(folder)
+    key = generator.choice(list(content))
+    way = generator.choice(("without", "other", "shape", "values", "program", "version"))
+    if way == "without":
+        del content[key]
+    elif way == "other":
+        content[key] = generator.choice((None, "text", -1, 10**9, 0.5, [], {}, torch.zeros(0), torch.tensor(torch.nan)))
+    elif way == "shape":
+        content["parameters"] = torch.zeros(generator.randrange(100), dtype=generator.choice(DTYPES))
+    elif way == "values":
+        content["parameters"] = torch.full_like(content["parameters"], generator.choice(NUMBERS))
+    elif way == "program":
+        content = Malice()
+    for path in folder.glob("checkpoint*.pt"):
+        path.unlink()
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    first = b"cdgrab checkpoint 1 " if way == "version" else checkpoint.FORMAT
+    signature = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
+    (folder / checkpoint.FILE).write_bytes(first + signature + b"\n" + buffer.getvalue())
 
 
 def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
@@ -217,12 +302,15 @@ def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Cou
         try:
             attempt()
             found["taken"] += 1
-        except (CdgrabError, OSError) as error:
-            one_sentence = isinstance(error, OSError) or (str(error) and "\n" not in str(error))
-            found["refused" if one_sentence else f"not one sentence: {error}"] += 1
+        except (CdgrabError, OSError) as error:  # commands make one sentence of both
+            words = train.file_error(error) if isinstance(error, OSError) else str(error)
+            found["refused" if words and "\n" not in words else f"not one sentence: {words}"] += 1
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             found[f"{type(error).__name__} at {where.filename}:{where.lineno}: {str(error)[:200]}"] += 1
+    if os.path.exists(MADE):
+        os.rmdir(MADE)
+        found["a checkpoint was executed"] += 1
     return found
 
 

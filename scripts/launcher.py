@@ -1,4 +1,4 @@
-"""The launcher that make and sweeps go through: one run, through torchrun, on this machine.
+"""The launcher that make and sweeps go through: one run, through torchrun, on this machine or on several.
 
 Uses torchrun's own Python interface, so that a failing rank ends in one sentence instead of a page of agent logs.
 A free port is found by the rendezvous; when one rank dies, torchrun stops the others.
@@ -6,14 +6,17 @@ A free port is found by the rendezvous; when one rank dies, torchrun stops the o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
 import uuid
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cdgrab.config import ROOT, compose
@@ -40,8 +43,10 @@ def launch(overrides: list[str]) -> int:
         overrides = [*overrides, "resume=true"]
     try:
         run = compose(overrides)
-        processes = process_count(run.config.nproc, run.config.workers)
-        WorkerGroup(run.config.workers, world_size=processes)  # refuses processes that do not divide the workers
+        hosts = run.config.nnodes
+        WorkerGroup(run.config.workers, world_size=hosts)  # refuses hosts and processes that do not divide the workers
+        processes = process_count(run.config.nproc, run.config.workers // hosts)
+        WorkerGroup(run.config.workers, world_size=hosts * processes)
         if not may_start(run):
             return 0
     except CdgrabError as error:
@@ -50,10 +55,16 @@ def launch(overrides: list[str]) -> int:
     except OSError as error:
         print(f"error: {file_error(error)}", file=sys.stderr)
         return REFUSED
-    print(
-        f"running {run.directory} on {run.source.description}, {processes} process{'es' * (processes > 1)}", flush=True
-    )
-    status = _with_restarts(["-m", "experiments.train", *overrides], processes, run.config.restarts)
+    where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
+    print(f"running {run.directory} on {run.source.description}, {where}", flush=True)
+    arguments = ["-m", "experiments.train", *overrides]
+    if hosts > 1:
+        name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts
+        meeting = {"nnodes": hosts, "rdzv": run.config.rdzv, "name": name, "restarts": run.config.restarts}
+        status = torchrun(arguments, processes, **meeting)
+        status = status if status >= 0 else 128 - status
+    else:
+        status = _with_restarts(arguments, processes, run.config.restarts)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
         shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
@@ -62,9 +73,11 @@ def launch(overrides: list[str]) -> int:
 
 
 def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
-    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays so."""
+    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays so,
+    which torchrun's own restarts would not respect."""
     for left in reversed(range(restarts + 1)):
         status = torchrun(arguments, processes)
+        arguments = [*(argument for argument in arguments if not argument.startswith("resume=")), "resume=true"]
         if left == 0 or not (status < 0 or status == MISSING):
             break
         why = f"killed by signal {-status}" if status < 0 else "missing"
@@ -72,19 +85,27 @@ def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def torchrun(arguments: list[str], processes: int) -> int:
-    """`torchrun --standalone --nproc-per-node=processes` with Python arguments; the first failing rank's status."""
+def torchrun(
+    arguments: list[str],
+    processes: int,
+    nnodes: int = 1,
+    rdzv: str = "localhost:0",
+    name: str | None = None,
+    restarts: int = 0,
+) -> int:
+    """`torchrun --nproc-per-node=processes` with Python arguments; the first failing rank's status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")  # what is asked to end first finishes some steps
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=nnodes,
+        max_nodes=nnodes,
         nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
+        run_id=name or uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        rdzv_endpoint=rdzv,
+        max_restarts=restarts,
         monitor_interval=0.1,
     )
     try:
@@ -92,6 +113,9 @@ def torchrun(arguments: list[str], processes: int) -> int:
         return 0
     except ChildFailedError as error:
         return next(iter(error.failures.values())).exitcode
+    except (RendezvousError, DistError) as error:
+        print(f"error: the hosts do not meet at {rdzv} ({str(error).partition(chr(10))[0]})", file=sys.stderr)
+        return MISSING
     except SignalException as error:
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
         raise SystemExit(STATUS.get(error.sigval, 128 + error.sigval)) from None

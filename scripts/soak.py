@@ -3,15 +3,17 @@
     python -m scripts.soak                       # `make soak`: ten minutes
     python -m scripts.soak --seconds 60 --seed 3
 
-Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data; so are the moments, and what
-happens then: one rank is killed (torchrun starts all of them again), everything is killed, or a scheduler asks for the
-end. At last metrics and orders must be those of the undisturbed run, to the last bit.
+Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data; so are the moments, most of them
+while it trains, some while it starts, and what happens then: one rank is killed (torchrun starts all of them again),
+everything is killed, or a scheduler asks for the end. At last metrics, orders and parameters must be those of the
+undisturbed run, to the last bit; no process may be left behind, none may hang, and none may end in a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,25 +21,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from cdgrab import checkpoint
 from cdgrab.config import ROOT
-from cdgrab.runlog import read_metrics
 from cdgrab.signals import REQUEUE
 from scripts.arguments import Parser, positive
 
-TASKS = {
-    "lr_hmda": ["task=lr_hmda", "epochs=40"],
-    "mlp_m4": ["task=mlp_m4", "size=smoke", "task.batch=8", "epochs=40"],
-    "cifar10": ["task=cifar10", "size=smoke", "task.batch=8", "epochs=20"],
-    "lstm_wiki2": ["task=lstm_wiki2", "size=smoke", "epochs=40"],
+TASKS = {  # settings, and epochs that take some seconds
+    "lr_hmda": (["task.limit=400"], 40),
+    "mlp_m4": (["size=smoke", "task.batch=8"], 14),
+    "cifar10": (["size=smoke", "task.batch=8"], 16),
+    "lstm_wiki2": (["size=smoke"], 12),
 }
 SORTERS = ["cd_grab", "cd_grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "riffle"]
 SPARSIFIERS = [[], [], ["sparsifier=exdyna", "sparsifier.density=0.05"], ["sparsifier=topk", "sparsifier.density=0.05"]]
 WORKERS, PROCESSES = 4, (1, 1, 2, 4)
-WAYS = ("one rank", "everything", "everything", "SIGTERM")
-LONGEST = 9.0  # seconds from a start to what happens next
+STARTING, TRAINING = "while starting", "in training"
+EARLY = 0.2  # of all kills come at a random moment after the start, which is mostly before training begins
+LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next one
+LIMIT = 240.0  # seconds after which something hangs
 TIMES = ("seconds", "phases")  # what differs from run to run
 
 
@@ -55,7 +63,7 @@ class Case:
             run = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=99", "--monitor-interval=0.1",
                    f"--nproc-per-node={self.processes}", *run]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(folder.with_suffix(".log"), "a") as log:
+        with open(log_of(folder), "a") as log:
             return subprocess.Popen(
                 [sys.executable, *run], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
@@ -65,52 +73,97 @@ class Case:
 
 
 def draw(generator: random.Random) -> Case:
-    settings = [*TASKS[generator.choice(list(TASKS))], f"sorter={generator.choice(SORTERS)}"]
-    settings += [
-        *generator.choice(SPARSIFIERS),
-        f"workers={WORKERS}",
-        "data=embedded",
-        f"seed={generator.randrange(9)}",
-    ]
-    settings += [f"checkpoint.every_steps={generator.choice([3, 7, 20])}", "timeout=30", "compile=off"]
-    return Case(settings, generator.choice(PROCESSES))
+    task, processes = generator.choice(list(TASKS)), generator.choice(PROCESSES)
+    more, epochs = TASKS[task]
+    settings = [f"task={task}", *more, f"epochs={epochs // 2 if processes > 2 else epochs}", "data=embedded"]
+    settings += [f"sorter={generator.choice(SORTERS)}", *generator.choice(SPARSIFIERS), f"workers={WORKERS}"]
+    settings += [f"seed={generator.randrange(9)}", f"checkpoint.every_steps={generator.choice([5, 11, 20])}"]
+    return Case([*settings, "timeout=30", f"compile={generator.choice(['off', 'off', 'auto'])}"], processes)
 
 
-def disturbed(case: Case, folder: Path, generator: random.Random, deadline: float) -> int:
-    """Until the run is done, or until the deadline and then without more trouble; returns how often it was killed."""
-    kills = 0
+def disturbed(case: Case, folder: Path, generator: random.Random, deadline: float) -> Counter:
+    """Until the run is done, or until the deadline then without more trouble. Returns the kills by their moments."""
+    kills: Counter = Counter()
     while True:
+        begun = _changed(folder)
         process = case.start(folder, "resume=true")
-        kills += _disturb(case, process, generator, deadline)
+        while time.monotonic() < deadline and (moment := _wait(process, folder, begun, generator)):
+            kills[moment] += 1
+            begun = _changed(folder)
+            if not _one_rank_killed(case, process, generator):
+                _end(case, process, generator)
+                break
+        else:
+            _finish(process, case)
+        _expect(_left_behind(folder) == [], case, "left processes behind")
         if process.returncode == 0:
             return kills
 
 
-def _disturb(case: Case, process: subprocess.Popen, generator: random.Random, deadline: float) -> int:
-    """Until it ends, by itself or because everything was ended; returns how often something was done to it."""
-    kills = 0
+def _wait(process: subprocess.Popen, folder: Path, begun: int, generator: random.Random) -> str | None:
+    """Until the moment for a kill; None when the run ends before it. `begun`: the manifest of the start before."""
+    moment = STARTING if generator.random() < EARLY else TRAINING
+    hangs = time.monotonic() + LIMIT
+    while moment == TRAINING and _changed(folder) == begun and process.poll() is None:
+        if time.monotonic() > hangs:
+            raise SystemExit(f"error: {folder} does not begin within {LIMIT:.0f} seconds: {log_of(folder).read_text()}")
+        time.sleep(0.01)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(generator.uniform(0.0, LONGEST[moment]))
+        return None
+    return moment
+
+
+def _one_rank_killed(case: Case, process: subprocess.Popen, generator: random.Random) -> bool:
+    """In a third of the cases in which there are several."""
+    ranks = _children(process.pid)
+    if case.processes == 1 or len(ranks) < case.processes or generator.random() > 1 / 3:
+        return False
+    _kill(generator.choice(ranks), signal.SIGKILL)
+    return True
+
+
+def _end(case: Case, process: subprocess.Popen, generator: random.Random) -> None:
+    """All of it, at once or by a scheduler's signal."""
+    if generator.random() < 1 / 3:
+        _kill(process.pid, signal.SIGTERM)
+        early = {-signal.SIGTERM}  # before it listened
+        plain_torchrun = {1} if case.processes > 1 else set()
+        _finish(process, case, {0, REQUEUE} | early | plain_torchrun)
+    else:
+        for pid in (process.pid, *_children(process.pid)):
+            _kill(pid, signal.SIGKILL)
+        _finish(process, case, {-signal.SIGKILL, 0})
+
+
+def _finish(process: subprocess.Popen, case: Case, statuses: Iterable[int] = (0,)) -> None:
+    try:
+        status = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"error: {case}: hangs") from None
+    _expect(status in statuses, case, f"ended with status {status}")
+
+
+def _changed(folder: Path) -> int:
+    """When the manifest was last written, which every start does when training begins."""
+    try:
+        return (folder / "manifest.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _left_behind(folder: Path) -> list[int]:
+    """Processes of this run, after those that are ending had time to."""
+    deadline = time.monotonic() + 20
     while True:
-        undisturbed = time.monotonic() > deadline
-        try:
-            process.wait(None if undisturbed else generator.uniform(0.2, LONGEST))
-            _expect(process.returncode == 0, case, f"ended with status {process.returncode}")
-            return kills
-        except subprocess.TimeoutExpired:
-            kills += 1
-        way, ranks = generator.choice(WAYS), _children(process.pid)
-        if way == "one rank" and case.processes > 1 and ranks:
-            _kill(generator.choice(ranks), signal.SIGKILL)
-            continue
-        if way == "SIGTERM":
-            _kill(process.pid, signal.SIGTERM)
-            status = process.wait()
-            fine = (0, REQUEUE, -signal.SIGTERM, 1)  # before it listened; and what torchrun makes of it
-            _expect(status in fine, case, f"ended with status {status} at SIGTERM")
-        else:
-            for pid in (process.pid, *ranks):
-                _kill(pid, signal.SIGKILL)
-            process.wait()
-        return kills
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if f"run_dir={folder}".encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def _children(pid: int) -> list[int]:
@@ -130,9 +183,31 @@ def _expect(right: bool, case: Case, words: str) -> None:
         raise SystemExit(f"error: {case}: {words}")
 
 
-def without_times(folder: Path) -> list[dict]:
-    lines = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+def log_of(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def tracebacks(folder: Path) -> int:
+    """In what was printed, but for those of torchrun itself when it gets a signal."""
+    _, *found = log_of(folder).read_text().split("Traceback (most recent call last)")
+    return sum("SignalException" not in words for words in found)
+
+
+def outcome(folder: Path) -> tuple:
+    """What must be the same: metrics line by line, without times, and what is in the checkpoint."""
+    text = (folder / "metrics.jsonl").read_text()
+    lines = [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in text.splitlines()]
+    saved = checkpoint.load(folder)
+    return lines, text.endswith("\n"), saved["epochs_done"], saved["position"], saved["parameters"], saved["optimiser"]
+
+
+def same(one: object, other: object) -> bool:
+    """To the last bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -142,21 +217,22 @@ def main(command_line: list[str] | None = None) -> int:
     arguments: argparse.Namespace = parser.parse_args(command_line)
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
     generator, deadline = random.Random(seed), time.monotonic() + arguments.seconds
-    kills = differences = cases = 0
+    kills, differences, cases = Counter(), 0, 0
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         while time.monotonic() < deadline:
             started, (case, folder) = time.monotonic(), (draw(generator), Path(scratch) / f"run{cases}")
             oracle = folder.with_name(f"oracle{cases}")
-            _expect(
-                case.start(oracle).wait() == 0, case, f"failed undisturbed:\n{oracle.with_suffix('.log').read_text()}"
-            )
+            _finish(case.start(oracle), case)
             here = disturbed(case, folder, generator, deadline)
-            same = without_times(folder) == without_times(oracle)
-            kills, differences, cases = kills + here, differences + (not same), cases + 1
+            found = tracebacks(folder)
+            _expect(found == 0, case, f"{found} tracebacks:\n{log_of(folder).read_text()}")
+            equal = same(outcome(folder), outcome(oracle))
+            kills, differences, cases = kills + here, differences + (not equal), cases + 1
             took = time.monotonic() - started
-            print(f"{'same' if same else 'DIFFERENT'} after {here} kills, {took:.0f} s: {case}", flush=True)
-    print(f"{cases} runs, {kills} kills survived, {differences} differences")
+            print(f"{'same' if equal else 'DIFFERENT'} after {here.total()} kills, {took:.0f} s: {case}", flush=True)
+    when = ", ".join(f"{number} {moment}" for moment, number in kills.items())
+    print(f"{cases} runs, {kills.total()} kills survived ({when}), {differences} differences")
     return 1 if differences else 0
 
 

@@ -1,12 +1,13 @@
 """Part of `process_checks`: what every process gets, saved for comparison with one process."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from conftest import make_gradients
 
 import cdgrab
-from cdgrab import exchange, state, workers
+from cdgrab import exchange, snapshot, state, workers
 from cdgrab.workers import connect
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, rows that are long
@@ -98,6 +99,19 @@ def means(group, divided):
     return found
 
 
+def refusals(group):
+    """What is said of checkpoints that are the same everywhere, of other parameters on the last rank, of none there."""
+    last = group.rank == group.world_size - 1
+    mine = {"epochs_done": 2, "position": 8, "parameters": torch.ones(3)}
+    found = []
+    for other in (mine, mine | {"parameters": torch.zeros(3)}, None):
+        try:
+            found.append(snapshot.refuse_different(group, other if last else mine, Path("run")))
+        except cdgrab.CdgrabError as error:
+            found.append(str(error))
+    return found
+
+
 def main(target):
     found = {}
     processes = workers.launched_world_size()
@@ -115,5 +129,6 @@ def main(target):
             found["shares", units, kind] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
     found["states"] = states(connect(4))
     assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
+    found["refusals"] = refusals(group)
     if group.rank == 0:
         torch.save(found, target)

@@ -38,10 +38,11 @@ def test_a_damaged_one_falls_back_to_the_one_before_with_a_warning(tmp_path, cap
         checkpoint.save(tmp_path, content(number), keep=3)
     (tmp_path / "checkpoint.pt").write_bytes((tmp_path / "checkpoint.pt").read_bytes()[:-1])
     assert checkpoint.load(tmp_path)["number"] == 1
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "checksum is wrong" in printed and "checkpoint.1.pt" in printed
+    assert (tmp_path / "checkpoint.pt").exists()  # who only reads changes nothing
     (tmp_path / "checkpoint.1.pt").write_bytes(b"")
-    assert checkpoint.load(tmp_path, speak=False)["number"] == 0
+    assert checkpoint.load(tmp_path, say=lambda _: None)["number"] == 0
     (tmp_path / "checkpoint.2.pt").write_text("something else")
     with pytest.raises(CdgrabError, match="checkpoint.* cannot be read, and there is none before it"):
         checkpoint.load(tmp_path)
@@ -54,7 +55,8 @@ def test_a_kill_between_any_two_renamings_loses_nothing(tmp_path, monkeypatch, s
         checkpoint.save(tmp_path, content(number), keep=3)
     if damaged:
         (tmp_path / "checkpoint.pt").write_bytes(b"damaged")
-        assert checkpoint.load(tmp_path)["number"] == 1
+        assert checkpoint.load(tmp_path, mend=True)["number"] == 1
+        assert (tmp_path / checkpoint.DAMAGED).read_bytes() == b"damaged"
     calls, replace = count(), os.replace
 
     def killed(*paths):

@@ -63,11 +63,11 @@ def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
     expected = resumable.main(str(whole), "cd_grab", "2")
     command = [sys.executable, "-m", "examples.resumable", str(killed), "cd_grab", "2"]
     process = subprocess.Popen(command, start_new_session=True)
-    while not saved_batches(killed) > 220 and process.poll() is None:
+    while not saved_batches(killed) > 300 and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert 186 < saved_batches(killed) < 372
+    assert 248 < saved_batches(killed) < 496
     assert resumable.main(str(killed), "cd_grab", "2") == expected
 
 

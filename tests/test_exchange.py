@@ -61,6 +61,13 @@ def test_the_first_process_alone_collects_what_all_could_gather(found, processes
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
+def test_processes_that_found_different_checkpoints_do_not_go_on(found, processes):
+    same, other, none = found[processes]["refusals"]
+    assert same is None and "rank 0 epoch 3, unit 8" in other and "do all hosts see it?" in other
+    assert none.count("checksum") == processes - 1 and f"rank {processes - 1} none" in none
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
     for workers, *_ in shapes(processes):
         for both in zip(*found[processes]["means", workers], strict=True):

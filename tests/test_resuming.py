@@ -1,19 +1,21 @@
 """Runs that are stopped or killed anywhere and go on: metrics and orders are those of a run that never was."""
 
+import ctypes
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from itertools import count
+from itertools import count, cycle
 
 import pytest
 import torch
 
 from cdgrab.config import ROOT, compose
 from cdgrab.errors import Stopped
-from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.runlog import RunLog, read_manifest, read_metrics
 from cdgrab.tasks import make_task
 from cdgrab.train import Trainer
 from cdgrab.workers import WorkerGroup
@@ -48,14 +50,15 @@ def trainer(settings, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
-    """After every few blocks, in the middle of epochs, in steps of three: pairs of units are torn apart too."""
-    settings = [*CASES[case], "checkpoint.every_steps=3"]
+    """After every few blocks, in the middle of epochs, and with blocks of other lengths after each stop: pairs of units
+    are torn apart too."""
+    settings = CASES[case]
     whole, pieces = Log(), Log()
     trainer(settings, tmp_path / "whole").fit(whole, quiet=True)
     stops, inside = 0, 0
-    while True:
+    for every in cycle(("3", "5", "null", "4")):
         calls = count(1)
-        going_on = trainer(settings, tmp_path / "pieces")
+        going_on = trainer([*settings, f"checkpoint.every_steps={every}"], tmp_path / "pieces")
         try:
             going_on.fit(pieces, quiet=True, stop=lambda calls=calls: signal.SIGTERM * (next(calls) == 2))
             break
@@ -124,6 +127,88 @@ def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, 
     assert "Traceback" not in printed and read_manifest(folder)["status"] == word
     assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
     assert lines(folder) == undisturbed
+
+
+def halted(folder):
+    """The same run, stopped in its third epoch; returns the contents of its files."""
+
+    calls = count(1)
+    run = compose([*RUN, f"run_dir={folder}"])
+    folder.mkdir()
+    made = Trainer(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
+    run_log = RunLog(run, active=True)
+    run_log.begin(run, made.task.rows, made.sizes, 1, torch.device("cpu"))
+    with pytest.raises(Stopped):
+        made.fit(run_log, quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == 25))
+    run_log.finish("stopped")
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
+    before = halted(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    for changed in (before[path].replace(b"0.", b"1.", 1), before[path][:-3], b"", before[path].replace(b"{", b"[", 1)):
+        path.write_bytes(changed)
+        assert train.main([*RUN, f"run_dir={tmp_path / 'run'}", "resume=true"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and "is not what it was at the checkpoint" in printed
+        assert path.read_bytes() == changed
+    assert {path: path.read_bytes() for path in before} == before | {path: changed}
+
+
+def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path, capsys):
+    folder = tmp_path / "run"
+    halted(folder)
+    (folder / "checkpoint.pt").write_bytes(b"damaged")
+    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    assert capsys.readouterr().err.count("going on from the one before") == 1
+    assert (folder / "logs" / "rank0.log").read_text().count("going on from the one before") == 1
+    assert lines(folder) == undisturbed and (folder / "checkpoint.damaged").read_bytes() == b"damaged"
+
+
+def test_a_run_stopped_in_its_first_epoch_knows_when_it_began(undisturbed, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    asked = count()
+    monkeypatch.setattr(train.signals.Wish, "__call__", lambda wish: signal.SIGTERM * (next(asked) == 1))
+    assert train.main([*RUN, f"run_dir={folder}"]) == 75
+    assert read_metrics(folder / "metrics.jsonl") == []
+    monkeypatch.undo()
+    # a clock that is put back, or jumps ahead, while the run is under way: times of day are only written down
+    monkeypatch.setattr("cdgrab.runlog.now", lambda: "1999-12-31T23:59:59+00:00")
+    monkeypatch.setattr("time.time", lambda: 1e9 * (-1) ** next(asked))
+    began = read_manifest(folder)["started"]
+    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    manifest = read_manifest(folder)
+    assert manifest["started"] == began and len(manifest["resumed"]) == 1 and manifest["status"] == "finished"
+    assert lines(folder) == undisturbed
+    assert all(0 < line["seconds"] < 600 for line in read_metrics(folder / "metrics.jsonl"))
+
+
+def without_privileges():
+    """Root may write anywhere; not without these capabilities, which an exec takes from those that are allowed."""
+    prctl = ctypes.CDLL(None).prctl
+    for capability in (1, 2):  # DAC_OVERRIDE, DAC_READ_SEARCH
+        if os.geteuid() == 0 and prctl(24, capability, 0, 0, 0):
+            os._exit(99)
+
+
+def test_results_that_cannot_be_written_are_named_and_stay(tmp_path):
+    folder = tmp_path / "run"
+    halted(folder)
+    shutil.copytree(folder, tmp_path / "closed", copy_function=shutil.copy)
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "closed", tmp_path / "empty"):
+        path.chmod(0o555)
+    for run_dir in (tmp_path / "closed", tmp_path / "empty" / "new"):
+        command = [sys.executable, "-m", "experiments.train", *RUN, f"run_dir={run_dir}", "resume=true"]
+        done = subprocess.run(command, cwd=ROOT, preexec_fn=without_privileges, capture_output=True, text=True)
+        if done.returncode == 99:
+            pytest.skip("root cannot give up its privileges here")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert str(run_dir) in done.stderr and "cannot be read or written (Permission denied)" in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "closed").iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path):
