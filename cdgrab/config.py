@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,8 +129,8 @@ def validate(config: DictConfig) -> None:
     _whole(config, "checkpoint.keep", 1)
     _whole(config, "restarts", 0)
     _whole(config, "nnodes", 1)
-    if (config.nnodes > 1) != isinstance(config.rdzv, str):
-        raise CdgrabError("a run on several hosts needs both nnodes=2 (or more) and rdzv=first-host:29400")
+    if config.nnodes > 1 and not re.fullmatch(r"\S+:\d+", str(config.rdzv)):
+        raise CdgrabError(f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}")
     _number(config, "timeout", above=0.0)
     if config.checkpoint.every_steps is not None:
         _whole(config, "checkpoint.every_steps", 1)

@@ -20,9 +20,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +43,8 @@ TASKS = {  # settings, and epochs that take some seconds
 }
 SORTERS = ["cd_grab", "cd_grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "riffle"]
 SPARSIFIERS = [[], [], ["sparsifier=exdyna", "sparsifier.density=0.05"], ["sparsifier=topk", "sparsifier.density=0.05"]]
-WORKERS, PROCESSES = 4, (1, 1, 2, 4)
+WORKERS, PROCESSES = 4, (1, 1, 1, 2, 4)
+LANES = 2  # runs under way at the same time
 STARTING, TRAINING = "while starting", "in training"
 EARLY = 0.2  # of all kills come at a random moment after the start, which is mostly before training begins
 LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next one
@@ -81,13 +84,13 @@ def draw(generator: random.Random) -> Case:
     return Case([*settings, "timeout=30", f"compile={generator.choice(['off', 'off', 'auto'])}"], processes)
 
 
-def disturbed(case: Case, folder: Path, generator: random.Random, deadline: float) -> Counter:
-    """Until the run is done, or until the deadline then without more trouble. Returns the kills by their moments."""
+def disturbed(case: Case, folder: Path, generator: random.Random, over: threading.Event) -> Counter:
+    """Until the run is done, and without more trouble when it is over. Returns the kills by their moments."""
     kills: Counter = Counter()
     while True:
         begun = _changed(folder)
         process = case.start(folder, "resume=true")
-        while time.monotonic() < deadline and (moment := _wait(process, folder, begun, generator)):
+        while not over.is_set() and (moment := _wait(process, folder, begun, generator)):
             kills[moment] += 1
             begun = _changed(folder)
             if not _one_rank_killed(case, process, generator):
@@ -184,7 +187,7 @@ def _expect(right: bool, case: Case, words: str) -> None:
 
 
 def log_of(folder: Path) -> Path:
-    return folder.with_suffix(".log")
+    return folder.with_name(f"{folder.name}.log")
 
 
 def tracebacks(folder: Path) -> int:
@@ -210,29 +213,45 @@ def same(one: object, other: object) -> bool:
     return one == other
 
 
+def soak(scratch: Path, seed: str, over: threading.Event) -> Counter:
+    """One run after the other until it is over: kills by their moments, runs and differences."""
+    generator, found = random.Random(seed), Counter()
+    try:
+        while not over.is_set():
+            started, case = time.monotonic(), draw(generator)
+            folder, oracle = (scratch / f"{kind}{seed}.{found['runs']}" for kind in ("run", "oracle"))
+            _finish(case.start(oracle), case)
+            kills = disturbed(case, folder, generator, over)
+            errors = tracebacks(folder)
+            _expect(errors == 0, case, f"{errors} tracebacks:\n{log_of(folder).read_text()}")
+            equal = same(outcome(folder), outcome(oracle))
+            found += kills + Counter({"runs": 1, "differences": not equal})
+            took = time.monotonic() - started
+            print(f"{'same' if equal else 'DIFFERENT'} after {kills.total()} kills, {took:.0f} s: {case}", flush=True)
+    finally:
+        over.set()  # for the others too, when something went wrong
+    return found
+
+
 def main(command_line: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=positive, default=600, help="how long (default: 600)")
     parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: the time)")
     arguments: argparse.Namespace = parser.parse_args(command_line)
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
-    generator, deadline = random.Random(seed), time.monotonic() + arguments.seconds
-    kills, differences, cases = Counter(), 0, 0
     print(f"seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        while time.monotonic() < deadline:
-            started, (case, folder) = time.monotonic(), (draw(generator), Path(scratch) / f"run{cases}")
-            oracle = folder.with_name(f"oracle{cases}")
-            _finish(case.start(oracle), case)
-            here = disturbed(case, folder, generator, deadline)
-            found = tracebacks(folder)
-            _expect(found == 0, case, f"{found} tracebacks:\n{log_of(folder).read_text()}")
-            equal = same(outcome(folder), outcome(oracle))
-            kills, differences, cases = kills + here, differences + (not equal), cases + 1
-            took = time.monotonic() - started
-            print(f"{'same' if equal else 'DIFFERENT'} after {here.total()} kills, {took:.0f} s: {case}", flush=True)
-    when = ", ".join(f"{number} {moment}" for moment, number in kills.items())
-    print(f"{cases} runs, {kills.total()} kills survived ({when}), {differences} differences")
+    over = threading.Event()
+    timer = threading.Timer(arguments.seconds, over.set)
+    timer.start()
+    try:
+        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(LANES) as pool:
+            lanes = [pool.submit(soak, Path(scratch), f"{seed}.{lane}", over) for lane in range(LANES)]
+            found = sum((lane.result() for lane in lanes), Counter())
+    finally:
+        timer.cancel()
+    kills, differences = found[STARTING] + found[TRAINING], found["differences"]
+    when = f"{found[TRAINING]} {TRAINING}, {found[STARTING]} {STARTING}"
+    print(f"{found['runs']} runs, {kills} kills survived ({when}), {differences} differences")
     return 1 if differences else 0
 
 

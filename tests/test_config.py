@@ -12,7 +12,7 @@ from cdgrab.sparsify import SPARSIFIERS
 from cdgrab.tasks import TASKS, make_task
 from cdgrab.workers import WorkerGroup
 from experiments import train
-from scripts.launcher import process_count
+from scripts.launcher import launch, process_count
 
 
 def test_every_sorter_and_task_has_its_yaml():
@@ -191,6 +191,15 @@ def test_process_counts():
     assert 4 % process_count("auto", 4) == 0
     with pytest.raises(CdgrabError, match="nproc must be"):
         process_count("many", 4)
+
+
+def test_hosts_need_a_place_to_meet(capsys):
+    assert compose(["data=embedded", "nnodes=2", "rdzv=first-host:29400"]).config.nnodes == 2
+    for rdzv in ("null", "first-host", "''", "7"):
+        with pytest.raises(CdgrabError, match="nnodes=2 hosts need rdzv=first-host:29400 to meet at"):
+            compose(["data=embedded", "nnodes=2", f"rdzv={rdzv}"])
+    assert launch(["data=embedded", "nnodes=3", "rdzv=first-host:29400"]) == 2
+    assert "cannot be split evenly over 3 processes" in capsys.readouterr().err
 
 
 PAPERS_SETTINGS = {  # workers, epochs, batch, optimiser, rate, weight decay, schedule

@@ -58,11 +58,12 @@ def test_a_sweep_by_hydras_launcher(cluster, tmp_path):
 
 def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(cluster, tmp_path):
     folder, settings = tmp_path / "run", ["epochs=60", "checkpoint.every_steps=10"]
-    train = [sys.executable, "-m", "experiments.launch", *RUN, *settings, f"run_dir={folder}", "nproc=2"]
-    script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\ncd {ROOT}\nexec {' '.join(train)}\n")
-    options = ["--requeue", "--parsable", f"--output={tmp_path}/job.log", "--open-mode=append"]
-    job = subprocess.run(["sbatch", *options, str(script)], env=cluster, capture_output=True, text=True).stdout.strip()
+    command = ["sbatch", "--nodes=1", "--parsable", f"--output={tmp_path}/job.log", "scripts/hosts.sbatch"]
+    command += [*RUN, *settings, f"run_dir={folder}", "nproc=2"]
+    environment = cluster | {"PYTHON": sys.executable}
+    submitted = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
 
     def wait_for(right):
         deadline = time.monotonic() + 240
@@ -71,7 +72,7 @@ def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(cluster, tmp_path
             time.sleep(0.05)
 
     wait_for(lambda: len(read_metrics(folder / "metrics.jsonl")) >= 3)
-    subprocess.run(["scancel", "--batch", "--signal=TERM", job], env=cluster, check=True)
+    subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True)
     wait_for(lambda: read_manifest(folder).get("status") == "stopped")
     subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=cluster)  # not after two minutes
     deadline = time.monotonic() + 240
