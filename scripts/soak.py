@@ -45,6 +45,7 @@ SORTERS = ["cd_grab", "cd_grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "r
 SPARSIFIERS = [[], [], ["sparsifier=exdyna", "sparsifier.density=0.05"], ["sparsifier=topk", "sparsifier.density=0.05"]]
 WORKERS, PROCESSES = 4, (1, 1, 1, 2, 4)
 LANES = 2  # runs under way at the same time
+MOST = 12  # kills of one run, which then may end
 STARTING, TRAINING = "while starting", "in training"
 EARLY = 0.2  # of all kills come at a random moment after the start, which is mostly before training begins
 LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next one
@@ -90,7 +91,7 @@ def disturbed(case: Case, folder: Path, generator: random.Random, over: threadin
     while True:
         begun = _changed(folder)
         process = case.start(folder, "resume=true")
-        while not over.is_set() and (moment := _wait(process, folder, begun, generator)):
+        while not over.is_set() and kills.total() < MOST and (moment := _wait(process, folder, begun, generator)):
             kills[moment] += 1
             begun = _changed(folder)
             if not _one_rank_killed(case, process, generator):
