@@ -20,6 +20,7 @@ from .errors import CdgrabError, warn
 
 FILE = "checkpoint.pt"
 FORMAT = b"cdgrab checkpoint 3 "
+BEFORE = f".{FILE}.old"  # for a moment, while checkpoints grow older
 DAMAGED = "checkpoint.damaged"
 
 
@@ -61,7 +62,8 @@ def load(directory: Path, say: Callable[[str], None] = warn, mend: bool = False)
         return content
     if damaged:
         raise CdgrabError(
-            f"the checkpoint {damaged[0]} cannot be read, and there is none before it; move it away to start again"
+            f"the checkpoint {damaged[0]} cannot be read, and there is none before it; "
+            "move the folder away to start this run again"
         )
     return None
 
@@ -79,24 +81,23 @@ def _read(path: Path) -> dict:
 def _paths(directory: Path) -> list[Path]:
     """Newest first."""
     older = sorted(directory.glob("checkpoint.[0-9]*.pt"), key=lambda path: (len(path.name), path.name))
-    return [directory / FILE, *older]
+    return [directory / FILE, directory / BEFORE, *older]
 
 
 def _put_in_place(keep: int, new: Path, path: Path) -> None:
     """There is a newest one all the time, and until it is replaced all the others are as they were."""
-    directory = path.parent
+    directory, before = path.parent, path.parent / BEFORE
     names = [directory / FILE, *(directory / f"checkpoint.{age}.pt" for age in range(1, keep))]
-    before = directory / f".{FILE}.old"
     if keep > 1 and names[0].exists():
         before.unlink(missing_ok=True)
         try:
             os.link(names[0], before)
         except OSError:  # a file system without second names
-            os.replace(names[0], before)
+            os.replace(names[0], before)  # which is found under this name too
     os.replace(new, names[0])
     for older in _paths(directory)[1:]:
-        if older not in names:
-            older.unlink()
+        if older not in (names if keep == 1 else [*names, before]):
+            older.unlink(missing_ok=True)
     if before.exists():
         for newer, older in reversed(list(zip(names[1:-1], names[2:], strict=True))):
             if newer.exists():

@@ -10,14 +10,18 @@ from omegaconf import DictConfig
 
 from .errors import CdgrabError
 
+MOST = 2**31 - 1  # of anything that is counted
+
 
 def is_whole(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def count(name: str, value: int, least: int) -> int:
+def count(name: str, value: int, least: int, most: int = MOST) -> int:
     if not is_whole(value) or operator.index(value) < least:
         raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if operator.index(value) > most:
+        raise CdgrabError(f"{name} must be a whole number of at most {most}, got {value!r}")
     return operator.index(value)
 
 

@@ -13,10 +13,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .checks import refuse_unknown_options
+from .checks import MOST, count, is_whole, refuse_unknown_options
 from .data.sources import Source
 from .errors import CdgrabError
 from .gradients import GRADIENTS
@@ -124,14 +124,14 @@ def validate(config: DictConfig) -> None:
     """Refuse settings that cannot work, each in one sentence."""
     _whole(config, "workers", 1)
     _whole(config, "epochs", 1)
-    _whole(config, "seed", 0)
-    _whole(config, "threads", 1)
+    _whole(config, "seed", 0, 2**63 - 1)
+    _whole(config, "threads", 1, 4096)
     _whole(config, "checkpoint.keep", 1)
     _whole(config, "restarts", 0)
     _whole(config, "nnodes", 1)
     if config.nnodes > 1 and not re.fullmatch(r"\S+:\d+", str(config.rdzv)):
         raise CdgrabError(f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}")
-    _number(config, "timeout", above=0.0)
+    _number(config, "timeout", above=0.0, below=1e8)
     if config.checkpoint.every_steps is not None:
         _whole(config, "checkpoint.every_steps", 1)
     _whole(config, "task.batch", 1)
@@ -158,6 +158,9 @@ def validate(config: DictConfig) -> None:
         "sorter", config.sorter.name, set(config.sorter) - {"name"}, sorter_options(config.sorter.name)
     )
     make_sparsifier(workers=config.workers, dim=1, **{k: v for k, v in config.sparsifier.items() if k != "layers"})
+    layers = config.sparsifier.get("layers")
+    if layers is not None and not (isinstance(layers, ListConfig) and all(map(is_whole, layers))):
+        raise CdgrabError(f"sparsifier.layers must be null or a list of whole numbers, got {layers!r}")
     if config.task.schedule.kind == "step":
         _whole(config, "task.schedule.every", 1)
         _number(config, "task.schedule.factor", above=0.0)
@@ -286,10 +289,8 @@ def _one_of(config: DictConfig, key: str, allowed: tuple) -> None:
         raise CdgrabError(f"{key} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
 
 
-def _whole(config: DictConfig, key: str, least: int) -> None:
-    value = OmegaConf.select(config, key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CdgrabError(f"{key} must be a whole number of at least {least}, got {value!r}")
+def _whole(config: DictConfig, key: str, least: int, most: int = MOST) -> None:
+    count(key, OmegaConf.select(config, key), least, most)
 
 
 def _number(

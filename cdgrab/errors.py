@@ -8,6 +8,11 @@ def warn(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
+def file_error(error: OSError) -> str:
+    """In one sentence."""
+    return f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})"
+
+
 class CdgrabError(ValueError):
     """Bad input, bad data or a run that cannot go on; the message is one sentence for the user."""
 

@@ -23,7 +23,7 @@ def meet(rank: int, world_size: int, timeout: float | None) -> None:
     """Connect the default process group, by gloo; a collective that takes longer than `timeout` seconds fails."""
     limit = timedelta(seconds=timeout) if timeout else None
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if _has_agent():
             store = dist.PrefixStore(_agree(agents_store(PATIENCE), rank, world_size), agents_store(PATIENCE))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         else:
@@ -36,6 +36,20 @@ def agents_store(patience: float) -> dist.TCPStore:
     """A connection of its own to the store that torchrun keeps."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+
+
+def note_beginning(name: str) -> None:
+    """For whoever torchrun starts again: this run has begun, and may go on."""
+    if _has_agent():
+        agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
+
+
+def has_begun(name: str) -> bool:
+    return _has_agent() and agents_store(PATIENCE).check([f"cdgrab/begun/{name}"])
+
+
+def _has_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _agree(store: dist.Store, rank: int, world_size: int) -> str:
@@ -56,7 +70,7 @@ def _agree(store: dist.Store, rank: int, world_size: int) -> str:
             store.set(f"cdgrab/{name}/{rank}", me)
             if me in (_look(store, f"cdgrab/{name}/confirmed") or "").split():
                 return name
-        _wait(deadline, "rank 0")
+        _wait(deadline, "rank 0, or one that it waits for,")
 
 
 def _look(store: dist.Store, key: str) -> str | None:

@@ -42,14 +42,18 @@ class Group:
     def manifests(self) -> list[dict]:
         """Of the finished runs, by sorter and seed."""
         found = [read_manifest(path.parent) | {"path": path.parent} for path in self.directory.glob("*/manifest.json")]
-        return sorted((m for m in found if m["status"] == "finished"), key=lambda m: (_variant(m), m["seed"]))
+        return sorted((m for m in found if m.get("status") == "finished"), key=lambda m: (_variant(m), m["seed"]))
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """One row per sorter, seed and epoch; `elapsed` is the training time since the start."""
         tables = []
         for manifest in self.manifests:
-            table = pd.DataFrame(read_metrics(manifest["path"] / "metrics.jsonl"))
+            path = manifest["path"] / "metrics.jsonl"
+            lines, epochs = read_metrics(path), manifest["science"]["epochs"]
+            if len(lines) != epochs:
+                raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")
+            table = pd.DataFrame(lines)
             table["elapsed"] = table["seconds"].cumsum()
             tables.append(table.assign(sorter=_variant(manifest), seed=manifest["seed"]))
         return pd.concat(tables, ignore_index=True)

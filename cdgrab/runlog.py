@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -48,8 +49,8 @@ class RunLog:
         if not self.active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        kept = _first_bytes(self.metrics_path, metrics or NONE_YET)
-        before = read_manifest(self.directory) if metrics else {}
+        kept = _first_bytes(self.metrics_path, NONE_YET if metrics is None else metrics)
+        before = {} if metrics is None else read_manifest(self.directory)
         with replacing(self.metrics_path) as file:
             file.write(kept)
         self._phases = [line["phases"] for line in read_metrics(self.metrics_path)]
@@ -70,7 +71,7 @@ class RunLog:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             **environment(),
             "started": before.get("started", now()),
-            "resumed": [*before.get("resumed", []), now()] if metrics else [],
+            "resumed": [] if metrics is None else [*before.get("resumed", []), now()],
         }
         self._write_manifest()
 
@@ -134,23 +135,35 @@ def read_manifest(directory: Path) -> dict:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise CdgrabError(f"{path} cannot be read ({error}); move it away to start this run again") from error
+        raise CdgrabError(f"{path} cannot be read ({error}); move its folder away to start this run again") from error
 
 
 def read_metrics(path: Path) -> list[dict]:
     """All complete lines; a torn last line (the run was killed while writing) is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines():
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(content, dict):
-            break
-        lines.append(content)
-    return lines
+    return list(itertools.takewhile(lambda line: line is not None, _lines(path)))
+
+
+def read_all_metrics(path: Path) -> list[dict]:
+    """Like `read_metrics`; but a damaged line with others after it is refused: they would be lost."""
+    lines = _lines(path)
+    if None in lines[:-1]:
+        raise CdgrabError(
+            f"line {lines.index(None) + 1} of {path} is damaged; remove it, and what it held is made again"
+        )
+    return read_metrics(path)
+
+
+def _lines(path: Path) -> list[dict | None]:
+    """None where a line is damaged."""
+    return [_parsed(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def _parsed(line: bytes) -> dict | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def append_line(path: Path, content: dict) -> None:

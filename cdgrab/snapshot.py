@@ -9,6 +9,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from . import runlog
 from .clock import Clock
@@ -36,6 +37,7 @@ def taken(trainer: Trainer) -> dict | None:
         "epochs_done": trainer.epochs_done,
         "position": trainer.position,
         "metrics": runlog.measured(trainer.run.directory),
+        "data": dict(trainer.run.source.checksums),
         "parameters": loop.parameters,
         "optimiser": list(loop.optimiser.state),
         "carry": carry,
@@ -54,6 +56,7 @@ def restore(trainer: Trainer, saved: dict | None) -> None:
         return
     try:
         refuse_other_settings(trainer.run, saved["science"], directory)
+        _refuse_other_data(trainer, saved["data"])
         _restore(trainer, saved)
     except CdgrabError:
         raise
@@ -83,11 +86,25 @@ def _words(epochs: int, position: int, checksum: int) -> str:
     return "none" if epochs < 0 else f"epoch {epochs + 1}, unit {position}, checksum {checksum:08x}"
 
 
+def _refuse_other_data(trainer: Trainer, before: dict) -> None:
+    now = trainer.run.source.checksums
+    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        raise CdgrabError(
+            f"the data changed since the checkpoint in {trainer.run.directory} was made ({', '.join(changed)}); "
+            "choose another run_dir"
+        )
+
+
 def _restore(trainer: Trainer, saved: dict) -> None:
     group, loop, device = trainer.group, trainer.loop, trainer.device
-    trainer.epochs_done, trainer.position, trainer.metrics = saved["epochs_done"], saved["position"], saved["metrics"]
-    if saved["parameters"].shape != loop.parameters.shape or saved["parameters"].dtype != loop.parameters.dtype:
-        raise TypeError("other parameters")
+    metrics = saved["metrics"]
+    counted = {"epochs_done": trainer.config.epochs, "position": trainer.units}
+    right = all(type(saved[name]) is int and 0 <= saved[name] <= most for name, most in counted.items())
+    right = right and type(metrics["bytes"]) is int and metrics["bytes"] >= 0 and isinstance(metrics["sha256"], str)
+    right = right and _alike([saved["parameters"], *saved["optimiser"]], [loop.parameters, *loop.optimiser.state])
+    if not right or (saved["position"] and not _alike([state[group.local] for state in saved["carry"]], loop.carry)):
+        raise TypeError("not a snapshot of this run")
+    trainer.epochs_done, trainer.position, trainer.metrics = saved["epochs_done"], saved["position"], metrics
     loop.load(saved["parameters"].to(device), [tensor.to(device) for tensor in saved["optimiser"]])
     for name, holder in _holders(trainer).items():
         holder.load_state_dict(saved[name])
@@ -99,6 +116,13 @@ def _restore(trainer: Trainer, saved: dict) -> None:
         trainer.first_parameters = saved["first_parameters"].to(device)
     if trainer.sparse_mean:
         trainer.sparse_mean.load_running_sums(saved["sparsified"])
+
+
+def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        isinstance(one, Tensor) and one.shape == other.shape and one.dtype == other.dtype
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _holders(trainer: Trainer) -> dict[str, WorkerState]:

@@ -10,10 +10,17 @@ Complete runs are not repeated, interrupted ones go on where they stopped.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
 import subprocess
 import sys
 import time
+
+from . import early  # before the imports that take seconds
+
+if __name__ == "__main__":
+    early.listen()
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -85,6 +92,21 @@ def several_at_once(jobs: int) -> list[int]:
     return statuses
 
 
+def _collect() -> None:
+    """What Hydra refuses, in several lines, becomes one sentence. Who sends jobs elsewhere hears all it says."""
+    printed = io.StringIO()
+    elsewhere = any("submitit" in argument for argument in sys.argv[1:])
+    try:
+        with contextlib.nullcontext() if elsewhere else contextlib.redirect_stderr(printed):
+            collect()
+    except SystemExit as stop:
+        if elsewhere or stop.code in (0, None):
+            raise
+        lines = [line.strip() for line in printed.getvalue().splitlines()]
+        raise CdgrabError("; ".join(line for line in lines if line and "HYDRA_FULL_ERROR" not in line)) from None
+    print(printed.getvalue(), end="", file=sys.stderr)
+
+
 def main() -> int:
     """Exit status: that of the first run that failed."""
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -92,11 +114,12 @@ def main() -> int:
         return 0
     try:
         check_choices([argument for argument in sys.argv[1:] if not argument.startswith("-")])
-        collect()
+        _collect()
+        early.stop_listening()  # the launcher does from here on
         count("jobs", jobs, 1)
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     statuses = several_at_once(jobs) if jobs > 1 and len(wanted) > 1 else one_after_the_other()
     return next((status for status in statuses if status), 0)
 

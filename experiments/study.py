@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from cdgrab.checks import count
 from cdgrab.config import ROOT, choices, compose_config
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, file_error
 from cdgrab.memory import keep_freed_memory
 from cdgrab.results import RESULTS
 from cdgrab.studies.base import Part, Study, carry_out, compose_study
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename or 'a file'} cannot be read or written ({error.strerror})", file=sys.stderr)
+        print(f"error: {file_error(error)}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on with what is missing", file=sys.stderr)
         return INTERRUPTED

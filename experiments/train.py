@@ -14,16 +14,22 @@ import contextlib
 import faulthandler
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import early  # before the imports that take seconds
+
+if __name__ == "__main__":
+    early.listen()
+
 import torch
 
-from cdgrab import checkpoint, heartbeat, runlog, signals, workers
+from cdgrab import checkpoint, heartbeat, meeting, runlog, signals, workers
 from cdgrab.config import Run, compose, known_names, refuse_other_settings
-from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, warn
+from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, file_error, warn
 from cdgrab.lock import locked
 from cdgrab.memory import keep_freed_memory
 from cdgrab.tasks import make_task
@@ -31,6 +37,7 @@ from cdgrab.train import Trainer
 
 log = logging.getLogger("cdgrab")
 REFUSED, DIVERGED, MISSING = 2, 3, 4  # exit statuses
+OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # in what torch and numpy say then
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,11 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
         workers.disconnect()
 
 
-def file_error(error: OSError) -> str:
-    """In one sentence."""
-    return f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})"
-
-
 def _say(sentence: str) -> None:
     """Most errors meet all ranks alike: rank 0 speaks, and torchrun stops the others while they wait to be alone."""
     if workers.launched_rank():
@@ -76,33 +78,45 @@ def train(run: Run) -> None:
     with heartbeat.watching(group, run.config.timeout), contextlib.ExitStack() as stack:
         # only on the host on which a process has died does torchrun count that it starts them again
         again = int(group.gather(torch.tensor([attempt()])).max()) > 0
+        again = again and meeting.has_begun(str(run.directory))  # what was refused the first time is refused again
         run.config.resume = run.config.resume or again
         wanted = may_start(run, speak=group.rank == 0, again=again)
         if wanted and group.rank == 0:
             stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
             wanted = may_start(run, again=again)  # another process may have completed it meanwhile
+            meeting.note_beginning(str(run.directory))
         if group.gather(torch.tensor([int(wanted)]))[0]:  # and nobody writes before all have looked
             _train(run, group)
 
 
 def _train(run: Run, group: workers.WorkerGroup) -> None:
     device = workers.pick_device(run.config.device)
-    torch.set_num_threads(run.config.threads)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.config.tf32
-    task = make_task(run.config, run.source, device)
-    trainer = Trainer(run, task, group, device)
+    trainer = built(run, group, device)
     warnings: list[str] = []
     if run.config.resume:
         trainer.load(warnings.append)
     run_log = runlog.RunLog(run, active=group.rank == 0)
     with signals.listening() as wish, _told_to_end(wish):  # from here on there is something to be saved
-        run_log.begin(run, task.rows, trainer.sizes, group.world_size, device, trainer.metrics)
+        run_log.begin(run, trainer.task.rows, trainer.sizes, group.world_size, device, trainer.metrics)
         group.barrier()  # the folder is there
         with _log_file(run, group.rank):
             for warning in warnings:
                 warn(warning)
                 log.warning("%s", warning)
             _fit(run, trainer, run_log, wish)
+
+
+def built(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer:
+    """Everything in place for the first step. Refuses settings for which there is not enough memory."""
+    torch.set_num_threads(run.config.threads)
+    try:
+        return Trainer(run, make_task(run.config, run.source, device), group, device)
+    except (MemoryError, RuntimeError) as error:
+        words = str(error).partition("\n")[0] or "out of memory"
+        if isinstance(error, CollectiveError) or not re.search(OUT_OF_MEMORY, words):
+            raise
+        raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
 
 
 @contextlib.contextmanager

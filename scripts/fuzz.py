@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -33,14 +34,16 @@ from tqdm import tqdm
 import cdgrab
 from cdgrab import checkpoint, signals
 from cdgrab.config import choices, compose, compose_config, flatten
-from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.errors import CdgrabError, DivergedError, file_error
 from cdgrab.runlog import read_manifest, read_metrics
 from cdgrab.tasks import make_task
+from cdgrab.workers import WorkerGroup
 from experiments import train
 from scripts.arguments import Parser, positive
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
 WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]
+WORDS += ["3000000000", "2000000000", "99999999", "9" * 30, "-" + "9" * 30, "1e300", "1e-300"]
 SHARES = {"settings": 0.25, "files": 0.1, "runs": 0.25, "gradients": 0.4}  # of all inputs
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 WAYS = ("cut", "flip", "flip", "empty", "utf-16", "folder", "loop", "gone", "noise", "long line", "columns", "nothing")
@@ -49,20 +52,23 @@ NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan")
 
 
 def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Overrides of every key of every task, up to the point where data would be loaded."""
+    """Overrides of every key of every task; some of them up to the first step of training, on little data."""
     keys = {}
     for task in choices("task"):
         flat = flatten(dict(compose_config([f"task={task}"])))
         keys[task] = [key for key in flat if not key.startswith(("hydra.", "task.presets."))]
 
-    def attempt(task: str, overrides: list[str]) -> None:
-        run = compose([f"task={task}", "data=embedded", f"run_dir={scratch / 'never made'}", *overrides])
+    def attempt(task: str, overrides: list[str], build: bool) -> None:
+        small = ["size=smoke", "compile=off", *([] if task == "lr_hmda" else ["task.limit=16"])] if build else []
+        run = compose([f"task={task}", "data=embedded", f"run_dir={scratch / 'never made'}", *small, *overrides])
         train.may_start(run, speak=False)
+        if build:
+            train.built(run, WorkerGroup(run.config.workers), torch.device("cpu"))
 
     while True:
         task = generator.choice(list(keys))
         names = generator.sample(keys[task], generator.choice((1, 1, 2, 3)))
-        yield lambda task=task, names=names: attempt(task, [f"{name}={_word(generator)}" for name in names])
+        yield partial(attempt, task, [f"{name}={_word(generator)}" for name in names], generator.random() < 0.3)
 
 
 def _word(generator: random.Random) -> str:
@@ -177,7 +183,7 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
     while True:
         folder = scratch / f"run{generator.random()}"
         shutil.copytree(good, folder)
-        counterfeit = generator.random() < 0.2
+        counterfeit = generator.random() < 0.4
         if counterfeit:
             _counterfeit(folder, generator)
         else:
@@ -303,7 +309,7 @@ def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Cou
             attempt()
             found["taken"] += 1
         except (CdgrabError, OSError) as error:  # commands make one sentence of both
-            words = train.file_error(error) if isinstance(error, OSError) else str(error)
+            words = file_error(error) if isinstance(error, OSError) else str(error)
             found["refused" if words and "\n" not in words else f"not one sentence: {words}"] += 1
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -323,6 +329,7 @@ def main(command_line: list[str] | None = None) -> int:
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
     shares = {arguments.kind: 1.0} if arguments.kind else SHARES
     os.environ.pop("CDGRAB_DATA", None)
+    resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # what asks for more memory is refused it
     logging.getLogger("cdgrab").addHandler(logging.NullHandler())
     print(f"seed {seed}", flush=True)
     findings = 0

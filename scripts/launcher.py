@@ -20,11 +20,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cdgrab.config import ROOT, compose
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, file_error
 from cdgrab.runlog import read_metrics
 from cdgrab.signals import STATUS
 from cdgrab.workers import WorkerGroup
-from experiments.train import MISSING, REFUSED, file_error, may_start
+from experiments.train import MISSING, REFUSED, may_start
 
 
 def process_count(wanted: int | str, workers: int) -> int:

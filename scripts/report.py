@@ -5,11 +5,22 @@ from __future__ import annotations
 import sys
 
 from cdgrab import report
+from cdgrab.errors import CdgrabError, file_error
 from cdgrab.published import PUBLISHED
 from cdgrab.results import RESULTS, Group
 
 
 def main() -> int:
+    try:
+        return write()
+    except CdgrabError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {file_error(error)}", file=sys.stderr)
+    return 2
+
+
+def write() -> int:
     rows = []
     for experiment in PUBLISHED:
         folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))

@@ -24,7 +24,7 @@ def write_run(folder, sorter, label, seed, losses, papers_own=False, status="fin
         "size": size,
         "commit": "abc123",
         "config": {"columns": changes.pop("columns", None)},
-        "science": {"workers": 4, "task.batch": 16, "task.lr": 0.005} | changes,
+        "science": {"epochs": len(losses), "workers": 4, "task.batch": 16, "task.lr": 0.005} | changes,
         "data": {"embedded": False, "papers_own": papers_own, "description": "made up", "rows": {"all": 1234}},
     }
     if started_from:

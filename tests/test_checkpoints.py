@@ -73,6 +73,39 @@ def test_a_kill_between_any_two_renamings_loses_nothing(tmp_path, monkeypatch, s
     assert checkpoint.load(tmp_path)["number"] == 4
 
 
+@pytest.mark.parametrize("linked", [True, False], ids=["hard links", "none"])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_another_number_to_keep_after_a_kill(tmp_path, monkeypatch, keep, linked):
+    """Killed at every renaming in turn, on file systems with and without hard links: there is always one to load."""
+
+    def no_links(*paths):
+        raise OSError
+
+    if not linked:
+        monkeypatch.setattr(checkpoint.os, "link", no_links)
+    replace, newest = os.replace, -1
+    for number in range(12):
+        calls = count()
+
+        def killed(*paths, calls=calls, stop_at=number % 4):
+            if next(calls) == stop_at:
+                raise KeyboardInterrupt
+            replace(*paths)
+
+        monkeypatch.setattr(checkpoint.os, "replace", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpoint.save(tmp_path, content(number), keep=2)
+        monkeypatch.setattr(checkpoint.os, "replace", replace)
+        found = checkpoint.load(tmp_path)
+        assert found is None or found["number"] >= newest
+        assert found is not None or number == 0
+        newest = found["number"] if found else newest
+    checkpoint.save(tmp_path, content(99), keep=keep)
+    checkpoint.save(tmp_path, content(100), keep=keep)
+    assert checkpoint.load(tmp_path)["number"] == 100
+    assert len([path for path in tmp_path.iterdir() if not path.name.endswith(".tmp")]) == keep
+
+
 @given(st.data())
 def test_no_flipped_bit_goes_unnoticed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("flipped")

@@ -372,6 +372,8 @@ BAD_CALLS = [
     ("scripts.notebook", ["nonsense"], "unknown notebook 'nonsense'; the notebooks are fig11_gpt2_wiki103, "),
     ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),
     ("experiments.launch", ["data=embedded", "nproc=3"], "cannot be split evenly over 3 processes"),
+    ("experiments.launch", ["nothing=3"], "'nothing'"),
+    ("experiments.launch", ["task.lr=["], "task.lr=["),
 ]
 
 

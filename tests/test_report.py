@@ -8,6 +8,7 @@ from made_up_runs import write_run
 from cdgrab import report
 from cdgrab.results import Group
 from cdgrab.significance import paired_p, t_two_sided
+from scripts import report as write_report
 
 # two-sided 5 %, 1 % and 0.1 % points of Student's t, from printed tables
 TABULATED = {
@@ -85,3 +86,18 @@ def test_columns_have_the_papers_difference_of_their_own(tmp_path):
 def test_a_single_sorter_makes_no_row(tmp_path):
     write_run(tmp_path / "fig3a_lr_hmda" / "half", "cd_grab", "CD-GraB", 0, [1.0])
     assert report.comparison("fig3a_lr_hmda", [Group(tmp_path / "fig3a_lr_hmda" / "half")]) == []
+
+
+def test_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("scripts.report.RESULTS", tmp_path)
+    folder = tmp_path / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "NJ-2017"
+    for sorter in ("cd_grab", "d_rr"):
+        write_run(folder, sorter, sorter, 0, [0.5, 0.25])
+    path = next(folder.glob("*/metrics.jsonl"))
+    path.write_text("x" + path.read_text()[1:])
+    assert write_report.main() == 2
+    assert "metrics.jsonl is damaged: it has 0 of 2 epochs" in capsys.readouterr().err
+    path.with_name("manifest.json").write_text("{")
+    assert write_report.main() == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and "manifest.json cannot be read" in printed

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from itertools import count, cycle
+from pathlib import Path
 
 import pytest
 import torch
 
+from cdgrab import checkpoint
 from cdgrab.config import ROOT, compose
 from cdgrab.errors import Stopped
 from cdgrab.runlog import RunLog, read_manifest, read_metrics
@@ -144,6 +146,26 @@ def halted(folder):
     return {path: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")])
+def test_a_signal_while_the_run_starts_is_answered_too(tmp_path, number, status, word):
+    process = start(tmp_path / "run")
+    while not listens(process.pid, number):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(number)
+    _, printed = process.communicate(timeout=60)
+    assert (
+        process.returncode == status
+        and printed == f"{word} while not training: nothing is lost, the same command goes on\n"
+    )
+
+
+def listens(pid, number):
+    """Whether a process of Python's has a handler of its own; for SIGINT it always has, so SIGTERM tells of both."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1
+
+
 def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
     before = halted(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
@@ -154,6 +176,50 @@ def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
         assert printed.count("\n") == 1 and "is not what it was at the checkpoint" in printed
         assert path.read_bytes() == changed
     assert {path: path.read_bytes() for path in before} == before | {path: changed}
+
+
+COUNTERFEITS = [
+    *(("epochs_done", value) for value in (None, "text", 10**9, -1, [], float("nan"))),
+    *(("position", value) for value in (None, -1, 0.5, {}, 10**9)),
+    *(("metrics", value) for value in (None, "text", {}, {"bytes": -1, "sha256": ""}, {"bytes": "1", "sha256": ""})),
+    *(("optimiser", value) for value in ([], [torch.zeros(1)], [torch.zeros(0)] * 3)),
+    *(("parameters", value) for value in (torch.zeros(3), None)),
+    *(("data", value) for value in (None, {"another file": "0"})),
+    *(("carry", [torch.zeros(1)]), ("sorter", {}), ("science", None)),
+]
+
+
+def test_checkpoints_of_another_content_are_refused_and_nothing_is_overwritten(tmp_path, capsys):
+    """Their checksums are right."""
+    folder = tmp_path / "run"
+    halted(folder)
+    good = checkpoint.load(folder)
+    for key, value in COUNTERFEITS:
+        checkpoint.save(folder, good | {key: value}, keep=1)
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2, (key, value)
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and printed.startswith("error: "), printed
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before, (key, value)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
+    books = tmp_path / "data" / "novels"
+    books.mkdir(parents=True)
+    for name in ("one", "two"):
+        (books / f"{name}.txt").write_text("".join(f"A line of words , number {n} .\n" for n in range(600)))
+    settings = ["task=gpt2_wiki103", "size=smoke", "task.limit=16", "task.vocabulary=300", "workers=4", "compile=off"]
+    settings += [f"data_root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}", "epochs=2", "resume=true"]
+    run = compose(settings)
+    (tmp_path / "run").mkdir()
+    made = train.built(run, WorkerGroup(4), torch.device("cpu"))
+    with pytest.raises(Stopped):
+        made.fit(Log(), quiet=True, stop=lambda: signal.SIGTERM)
+    with open(books / "two.txt", "a") as file:
+        file.write("One line more .\n")
+    assert train.main(settings) == 2
+    printed = capsys.readouterr().err
+    assert "the data changed since the checkpoint" in printed and "two.txt" in printed
 
 
 def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path, capsys):

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError
+from cdgrab.lock import locked
 from cdgrab.studies import collection
 from cdgrab.studies.base import Part, Study, carry_out, compose_study
 from experiments.study import main
@@ -80,6 +81,19 @@ def test_an_interrupted_study_goes_on_and_ends_with_the_same_results(tmp_path):
     assert broken.metrics_path.read_text().startswith(kept)
     assert without_seconds(broken.metrics_path) == without_seconds(whole.metrics_path)
     assert json.loads((broken.directory / "manifest.json").read_text())["status"] == "finished"
+
+
+def test_damage_in_the_middle_loses_nothing_and_a_study_has_one_owner(tmp_path):
+    study = small(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(study, interrupted_after(4))
+    before = study.metrics_path.read_bytes()
+    with locked(tmp_path), pytest.raises(CdgrabError, match="is being written by process"):
+        carry_out(study)
+    study.metrics_path.write_bytes(b"[" + before[1:])
+    with pytest.raises(CdgrabError, match="line 1 of .* is damaged; remove it"):
+        carry_out(study)
+    assert study.metrics_path.read_bytes() == b"[" + before[1:]
 
 
 def slow(seconds):

@@ -36,9 +36,10 @@ from ..checks import count
 from ..config import compose_config, flatten
 from ..data.sources import Source
 from ..errors import CdgrabError
+from ..lock import locked
 from ..memory import keep_freed_memory
 from ..results import RESULTS
-from ..runlog import append_line, environment, now, read_manifest, read_metrics, write_atomically
+from ..runlog import append_line, environment, now, read_all_metrics, read_manifest, write_atomically
 from ..tasks import locate_data
 from .verdicts import Verdict
 
@@ -83,7 +84,7 @@ class Study:
     def complete(self) -> bool:
         """Whether all parts are there: a study may have got more of them since it was finished."""
         parts = self.parts()
-        done = {_name(line, parts) for line in read_metrics(self.metrics_path)}
+        done = {_name(line, parts) for line in read_all_metrics(self.metrics_path)}
         return all(_name(part.key, parts) in done for part in parts)
 
     def verdicts(self) -> list[Verdict]:
@@ -92,7 +93,7 @@ class Study:
     @cached_property
     def table(self) -> pd.DataFrame:
         """The results of all finished parts, one below the other; the names and values of their keys are columns."""
-        return pd.concat(map(pd.DataFrame, read_metrics(self.metrics_path)), ignore_index=True)
+        return pd.concat(map(pd.DataFrame, read_all_metrics(self.metrics_path)), ignore_index=True)
 
     def figure_name(self, which: str = "") -> str:
         """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
@@ -102,7 +103,7 @@ class Study:
         """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
         data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
         data = f"{'EMBEDDED DATA: ' * self.embedded}{data}"
-        seconds = sum(line["seconds"] for line in read_metrics(self.metrics_path))
+        seconds = sum(line["seconds"] for line in read_all_metrics(self.metrics_path))
         manifest = read_manifest(self.directory)
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         commits = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
@@ -146,22 +147,33 @@ def compose_study(overrides: list[str]) -> Study:
 
 def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
-    parts, settings, before = study.parts(), OmegaConf.to_container(study.settings), read_manifest(study.directory)
-    stored = before.get("settings", {})  # settings that did not exist then don't count
-    if differing := sorted(key for key in stored.keys() & settings.keys() if _differs(key, stored[key], settings[key])):
+    _refuse_other_settings(study)
+    if study.complete() and read_manifest(study.directory).get("status") == "finished":
+        return
+    study.directory.mkdir(parents=True, exist_ok=True)
+    with locked(study.directory):
+        _compute_missing(study, progress, jobs)
+
+
+def _refuse_other_settings(study: Study) -> None:
+    stored, settings = read_manifest(study.directory).get("settings", {}), OmegaConf.to_container(study.settings)
+    common = stored.keys() & settings.keys()  # settings that did not exist then don't count
+    if differing := sorted(key for key in common if _differs(key, stored[key], settings[key])):
         raise CdgrabError(
             f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
         )
-    done = {_name(line, parts): line for line in read_metrics(study.metrics_path)}
+
+
+def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
+    parts, before = study.parts(), read_manifest(study.directory)
+    done = {_name(line, parts): line for line in read_all_metrics(study.metrics_path)}
     missing = [part for part in parts if _name(part.key, parts) not in done]
-    if before.get("status") == "finished" and not missing:
-        return
+    settings = OmegaConf.to_container(study.settings)
     manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
     manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(done)}
     if done:  # perhaps on another machine, by another version
         made_with = {key: before[key] for key in environment() if key in before}
         manifest["earlier"] = [*before.get("earlier", []), made_with]
-    study.directory.mkdir(parents=True, exist_ok=True)
     _write_manifest(study, manifest)
     _write_in_order(study, done, parts)
     together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))

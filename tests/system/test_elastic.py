@@ -6,13 +6,22 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_resuming import lines, start, undisturbed, wait_for
+from test_resuming import halted, lines, start, undisturbed, wait_for
 
 __all__ = ["undisturbed"]  # a fixture
 
 
 def ranks(process):
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def test_what_is_refused_is_not_taken_over_by_a_restart(tmp_path):
+    folder = tmp_path / "run"
+    before = halted(folder)
+    process = start(folder, processes=2)  # without resume=true
+    _, printed = process.communicate(timeout=240)
+    assert process.returncode == 1 and "add resume=true to go on with it" in printed
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_torchrun_goes_on_by_itself_when_a_rank_is_killed_and_one_that_stands_still_is_named(undisturbed, tmp_path):

@@ -42,13 +42,15 @@ def test_a_sweep_by_hydras_launcher(cluster, tmp_path):
         pytest.skip("hydra-submitit-launcher is not installed: pip install 'cdgrab[slurm]'")
     runs = ROOT / "results" / "runs" / "lr_hmda" / NAME
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5", "hydra.launcher.cpus_per_task=1"]
+    # numbers of jobs begin at 1 in every new Slurm: results of another one's must not be there
+    launcher += [f"hydra.launcher.submitit_folder={tmp_path / 'submitit'}"]
     sweep = ["sorter=cd_grab,d_rr", f"name={NAME}", "epochs=2", "nproc=2"]
     command = [sys.executable, "-m", "experiments.launch", "-m", *launcher, *RUN, *sweep]
     try:
         done = subprocess.run(command, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         found = {path.name: path for path in runs.glob("*/*")}
-        assert found.keys() == {"cd_grab-s0", "d_rr-s0"}
+        assert found.keys() == {"cd_grab-s0", "d_rr-s0"}, done.stdout + done.stderr
         for name, folder in found.items():
             assert read_manifest(folder)["status"] == "finished" and read_manifest(folder)["processes"] == 2
             assert orders(folder) == alone(tmp_path / name, f"sorter={name.removesuffix('-s0')}", "epochs=2")

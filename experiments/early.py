@@ -1,0 +1,31 @@
+"""Signals that come while a command still imports, reads its data or compiles: nothing is lost, but that is to be said.
+
+Imports nothing that takes long. When training begins, `cdgrab.signals` takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+ANSWERS = {signal.SIGTERM: (75, "stopped"), signal.SIGINT: (130, "interrupted")}  # as in `cdgrab.signals`
+
+
+def listen() -> None:
+    """From now on, in this process. Signals that are ignored stay so."""
+    for number in ANSWERS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def stop_listening() -> None:
+    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) == _end:
+            signal.signal(number, default)
+
+
+def _end(number: int, frame: object) -> None:
+    status, word = ANSWERS[number]
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{word} while not training: nothing is lost, the same command goes on\n".encode())
+    os._exit(status)
