@@ -219,7 +219,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
         file.write("One line more .\n")
     assert train.main(settings) == 2
     printed = capsys.readouterr().err
-    assert "the data changed since the checkpoint" in printed and "two.txt" in printed
+    assert "the data changed since the checkpoint" in printed and "(novels); choose another run_dir" in printed
 
 
 def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path, capsys):
