@@ -7,7 +7,7 @@ import pytest
 
 from scripts import fuzz, soak
 
-INPUTS = {"settings": 30, "files": 30, "runs": 100, "gradients": 300}
+INPUTS = {"settings": 30, "files": 30, "runs": 40, "gradients": 300}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

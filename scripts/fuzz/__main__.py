@@ -1,0 +1,53 @@
+"""Bad input, thousands of times: whatever comes, one sentence, and nothing lost.
+
+    python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
+    python -m scripts.fuzz --inputs 500 --seed 3
+
+Settings of every key, data files, files of a run, and gradients are made up or damaged at random. An input may be
+taken, or refused by an error that is one sentence; anything else, and any change to what was there, is a finding.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.arguments import Parser, positive
+
+from . import KINDS, fuzz
+
+SHARES = {"settings": 0.25, "files": 0.1, "runs": 0.25, "gradients": 0.4}  # of all inputs
+
+
+def main(command_line: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("--inputs", type=positive, default=10_000, help="how many (default: 10000)")
+    parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: the time)")
+    parser.add_argument("--kind", choices=KINDS, help="only these (default: all)")
+    arguments = parser.parse_args(command_line)
+    seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
+    shares = {arguments.kind: 1.0} if arguments.kind else SHARES
+    os.environ.pop("CDGRAB_DATA", None)
+    resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # what asks for more memory is refused it
+    logging.getLogger("cdgrab").addHandler(logging.NullHandler())
+    print(f"seed {seed}", flush=True)
+    findings = 0
+    for kind, share in shares.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = fuzz(kind, round(share * arguments.inputs), random.Random(seed), Path(scratch))
+        print(f"{kind}: {found.pop('taken', 0)} taken, {found.pop('refused', 0)} refused", flush=True)
+        for words, times in found.most_common():
+            print(f"  {times} × {words}", flush=True)
+        findings += len(found)
+    print(f"{findings} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What is no gradient, for sorters and sparsifiers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import cdgrab
+from cdgrab.errors import CdgrabError
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan"), float("inf"), -float("inf"))
+
+
+def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """What is no gradient, for sorters and sparsifiers; one that refuses it must be as it was."""
+    makers = [lambda name=name: cdgrab.make_sorter(name, workers=2, units=4, dim=3) for name in cdgrab.SORTERS]
+    makers += [
+        lambda name=name: cdgrab.make_sparsifier(name, workers=2, dim=9, density=0.3) for name in cdgrab.SPARSIFIERS
+    ]
+
+    def attempt(make: Callable[[], object]) -> None:
+        made = make()
+        sorter = hasattr(made, "observe")
+        if sorter:
+            made.order(0)
+        for _ in range(2):
+            given = _no_gradient(generator, [2, 1, 3] if sorter else [2, 9])
+            before = repr(made.state_dict())
+            try:
+                made.observe([made.position], given) if sorter else made.reduce(given)
+            except CdgrabError:
+                assert repr(made.state_dict()) == before, "a refused call changed the state"
+                raise
+
+    while True:
+        make = generator.choice(makers)
+        yield lambda make=make: attempt(make)
+
+
+def _no_gradient(generator: random.Random, shape: list[int]) -> object:
+    if generator.random() < 0.1:
+        return generator.choice((None, "gradient", 3, [], [[1.0]], np.zeros(shape), object()))
+    if generator.random() < 0.3:
+        shape = [max(0, size + generator.choice((-1, 0, 1))) for size in shape][: generator.randrange(4)]
+    numbers = NUMBERS if generator.random() < 0.5 else NUMBERS[:5]
+    values = torch.tensor([generator.choice(numbers) for _ in range(int(np.prod(shape)))], dtype=torch.float64)
+    return values.reshape(shape).to(generator.choice(DTYPES))

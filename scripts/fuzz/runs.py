@@ -1,0 +1,130 @@
+"""Files of a run that is half done: damaged, or made to look right with another content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cdgrab import checkpoint, signals
+from cdgrab.config import compose
+from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.runlog import read_manifest, read_metrics
+from experiments import train
+
+from .damage import contents, damage
+from .gradients import DTYPES, NUMBERS
+
+MADE = "made by a checkpoint"
+
+
+def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Files of a run that is half done: damaged, or made to look right with another content. It is read or resumed."""
+    overrides = ["data=embedded", "size=smoke", "task.limit=64", "epochs=3", "compile=off"]
+    good, whole = _half_done(scratch, overrides)
+    names = [path.name for path in good.iterdir()]
+
+    def attempt(folder: Path, counterfeit: bool, resume: bool) -> None:
+        before = contents(folder)
+        try:
+            if resume:
+                _resumed([*overrides, f"run_dir={folder}", "resume=true"])
+                assert counterfeit or _losses(folder) == whole, "another result"
+            else:
+                run = compose([*overrides, f"run_dir={folder}", "resume=true"])
+                train.may_start(run, speak=False)
+                read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, lambda _: None)
+        except DivergedError:  # what was made to look right was trained on
+            raise
+        except (CdgrabError, OSError):
+            there = tuple(contents(folder).values())  # a damaged checkpoint may have been put aside
+            if (folder / "logs").exists():  # training began, and could not save
+                before.pop(str(folder / "manifest.json"), None)
+            assert all(any(new.startswith(old) for new in there) for old in before.values()), "a file was changed"
+            raise
+        finally:
+            shutil.rmtree(folder)
+
+    while True:
+        folder = scratch / f"run{generator.random()}"
+        shutil.copytree(good, folder)
+        counterfeit = generator.random() < 0.4
+        if counterfeit:
+            _counterfeit(folder, generator)
+        else:
+            for name in generator.sample(names, generator.choice((1, 1, 2))):
+                damage(folder / name, generator)
+        yield partial(attempt, folder, counterfeit, generator.random() < 0.4)
+
+
+def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
+    """The folder of a run that was stopped in its second epoch, and what it comes to when it goes on."""
+    folder, steps = scratch / "good", iter(range(10**6))
+    asked = signals.Wish.__call__
+    signals.Wish.__call__ = lambda wish: signal.SIGTERM * (next(steps) == 5)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            status = train.main([*overrides, f"run_dir={folder}", "checkpoint.every_steps=1"])
+    finally:
+        signals.Wish.__call__ = asked
+    assert status == signals.REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
+    shutil.rmtree(folder / "logs")
+    shutil.copytree(folder, scratch / "whole")
+    assert train.main([*overrides, f"run_dir={scratch / 'whole'}", "resume=true"]) == 0
+    return folder, _losses(scratch / "whole")
+
+
+def _losses(folder: Path) -> list:
+    return [(line["train_loss"], line["order_hash"]) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def _resumed(arguments: list[str]) -> None:
+    """By the command itself; what it refuses, in one line, is raised."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+        status = train.main(arguments)
+    *warnings, error = printed.getvalue().splitlines() or [""]
+    assert all(line.startswith("warning: ") for line in warnings), printed.getvalue()
+    if status:
+        assert status in (train.REFUSED, train.DIVERGED) and error.startswith("error: "), printed.getvalue()
+        raise CdgrabError(error) if status == train.REFUSED else DivergedError(error)
+
+
+class Malice:
+    """Pickled: whoever loads it makes a folder."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (MADE,)
+
+
+def _counterfeit(folder: Path, generator: random.Random) -> None:
+    """Checkpoints whose checksums are right."""
+    content = checkpoint.load(folder)
+    key = generator.choice(list(content))
+    way = generator.choice(("without", "other", "shape", "values", "program", "version"))
+    if way == "without":
+        del content[key]
+    elif way == "other":
+        content[key] = generator.choice((None, "text", -1, 10**9, 0.5, [], {}, torch.zeros(0), torch.tensor(torch.nan)))
+    elif way == "shape":
+        content["parameters"] = torch.zeros(generator.randrange(100), dtype=generator.choice(DTYPES))
+    elif way == "values":
+        content["parameters"] = torch.full_like(content["parameters"], generator.choice(NUMBERS))
+    elif way == "program":
+        content = Malice()
+    for path in folder.glob("checkpoint*.pt"):
+        path.unlink()
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    first = b"cdgrab checkpoint 1 " if way == "version" else checkpoint.FORMAT
+    signature = hashlib.sha256(buffer.getvalue()).hexdigest().encode()
+    (folder / checkpoint.FILE).write_bytes(first + signature + b"\n" + buffer.getvalue())

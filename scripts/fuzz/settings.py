@@ -1,0 +1,49 @@
+"""Overrides of every key."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from cdgrab.config import choices, compose, compose_config, flatten
+from cdgrab.workers import WorkerGroup
+from experiments import train
+
+WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
+WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]
+WORDS += ["3000000000", "2000000000", "99999999", "9" * 30, "-" + "9" * 30, "1e300", "1e-300"]
+
+
+def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Of every task, sorter and sparsifier; some of them up to the first step of training, on little data."""
+
+    def attempt(chosen: list[str], overrides: list[str], build: bool) -> None:
+        limit = [] if "task=lr_hmda" in chosen else ["task.limit=16"]
+        small = ["size=smoke", "compile=off", *limit] if build else []
+        run = compose([*chosen, "data=embedded", f"run_dir={scratch / 'never made'}", *small, *overrides])
+        train.may_start(run, speak=False)
+        if build:
+            train.built(run, WorkerGroup(run.config.workers), torch.device("cpu"))
+
+    while True:
+        chosen = [f"{group}={generator.choice(choices(group))}" for group in ("task", "sorter", "sparsifier")]
+        names = generator.sample(_keys(tuple(chosen)), generator.choice((1, 1, 2, 3)))
+        yield partial(attempt, chosen, [f"{name}={_word(generator)}" for name in names], generator.random() < 0.3)
+
+
+@cache
+def _keys(chosen: tuple[str, ...]) -> list[str]:
+    flat = flatten(dict(compose_config(list(chosen))))
+    return [key for key in flat if not key.startswith(("hydra.", "task.presets."))]
+
+
+def _word(generator: random.Random) -> str:
+    if generator.random() < 0.7:
+        return generator.choice(WORDS)
+    if generator.random() < 0.5:
+        return repr(generator.choice((generator.randint(-(10**6), 10**9), generator.uniform(-1e3, 1e3))))
+    return "".join(chr(generator.randrange(32, 1000)) for _ in range(generator.randrange(8)))
