@@ -6,9 +6,11 @@ that is new: rank 0 proposes one, everybody answers, and who finds his answer co
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,11 +43,21 @@ def agents_store(patience: float) -> dist.TCPStore:
 def note_beginning(name: str) -> None:
     """For whoever torchrun starts again: this run has begun, and may go on."""
     if _has_agent():
-        agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
+        with _answering():
+            agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
 
 
 def has_begun(name: str) -> bool:
-    return _has_agent() and agents_store(PATIENCE).check([f"cdgrab/begun/{name}"])
+    with _answering():
+        return _has_agent() and agents_store(PATIENCE).check([f"cdgrab/begun/{name}"])
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise MissingError("the process that keeps the store no longer answers") from error
 
 
 def _has_agent() -> bool:
