@@ -81,6 +81,7 @@ def test_checkpoints_on_the_way_change_nothing(tmp_path):
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 RUN = [*SMALL, "task=lr_hmda", "epochs=40", "checkpoint.every_steps=10", "sorter=cd_grab"]
+SHORT = [*RUN, "epochs=6"]  # the rate is constant: these are the first ones of the others
 
 
 def start(folder, *more, processes=1):
@@ -135,7 +136,7 @@ def halted(folder):
     """The same run, stopped in its third epoch; returns the contents of its files."""
 
     calls = count(1)
-    run = compose([*RUN, f"run_dir={folder}"])
+    run = compose([*SHORT, f"run_dir={folder}"])
     folder.mkdir()
     made = Trainer(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
     run_log = RunLog(run, active=True)
@@ -171,7 +172,7 @@ def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
     path = tmp_path / "run" / "metrics.jsonl"
     for changed in (before[path].replace(b"0.", b"1.", 1), before[path][:-3], b"", before[path].replace(b"{", b"[", 1)):
         path.write_bytes(changed)
-        assert train.main([*RUN, f"run_dir={tmp_path / 'run'}", "resume=true"]) == 2
+        assert train.main([*SHORT, f"run_dir={tmp_path / 'run'}", "resume=true"]) == 2
         printed = capsys.readouterr().err
         assert printed.count("\n") == 1 and "is not what it was at the checkpoint" in printed
         assert path.read_bytes() == changed
@@ -197,7 +198,7 @@ def test_checkpoints_of_another_content_are_refused_and_nothing_is_overwritten(t
     for key, value in COUNTERFEITS:
         checkpoint.save(folder, good | {key: value}, keep=1)
         before = {path: path.read_bytes() for path in folder.iterdir()}
-        assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2, (key, value)
+        assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 2, (key, value)
         printed = capsys.readouterr().err
         assert printed.count("\n") == 1 and printed.startswith("error: "), printed
         assert {path: path.read_bytes() for path in folder.iterdir()} == before, (key, value)
@@ -226,27 +227,27 @@ def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path,
     folder = tmp_path / "run"
     halted(folder)
     (folder / "checkpoint.pt").write_bytes(b"damaged")
-    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 0
     assert capsys.readouterr().err.count("going on from the one before") == 1
     assert (folder / "logs" / "rank0.log").read_text().count("going on from the one before") == 1
-    assert lines(folder) == undisturbed and (folder / "checkpoint.damaged").read_bytes() == b"damaged"
+    assert lines(folder) == undisturbed[:6] and (folder / "checkpoint.damaged").read_bytes() == b"damaged"
 
 
 def test_a_run_stopped_in_its_first_epoch_knows_when_it_began(undisturbed, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     asked = count()
     monkeypatch.setattr(train.signals.Wish, "__call__", lambda wish: signal.SIGTERM * (next(asked) == 1))
-    assert train.main([*RUN, f"run_dir={folder}"]) == 75
+    assert train.main([*SHORT, f"run_dir={folder}"]) == 75
     assert read_metrics(folder / "metrics.jsonl") == []
     monkeypatch.undo()
     # a clock that is put back, or jumps ahead, while the run is under way: times of day are only written down
     monkeypatch.setattr("cdgrab.runlog.now", lambda: "1999-12-31T23:59:59+00:00")
     monkeypatch.setattr("time.time", lambda: 1e9 * (-1) ** next(asked))
     began = read_manifest(folder)["started"]
-    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
+    assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 0
     manifest = read_manifest(folder)
     assert manifest["started"] == began and len(manifest["resumed"]) == 1 and manifest["status"] == "finished"
-    assert lines(folder) == undisturbed
+    assert lines(folder) == undisturbed[:6]
     assert all(0 < line["seconds"] < 600 for line in read_metrics(folder / "metrics.jsonl"))
 
 
@@ -266,7 +267,7 @@ def test_results_that_cannot_be_written_are_named_and_stay(tmp_path):
     for path in (tmp_path / "closed", tmp_path / "empty"):
         path.chmod(0o555)
     for run_dir in (tmp_path / "closed", tmp_path / "empty" / "new"):
-        command = [sys.executable, "-m", "experiments.train", *RUN, f"run_dir={run_dir}", "resume=true"]
+        command = [sys.executable, "-m", "experiments.train", *SHORT, f"run_dir={run_dir}", "resume=true"]
         done = subprocess.run(command, cwd=ROOT, preexec_fn=without_privileges, capture_output=True, text=True)
         if done.returncode == 99:
             pytest.skip("root cannot give up its privileges here")
@@ -279,12 +280,12 @@ def test_results_that_cannot_be_written_are_named_and_stay(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "experiments.train", *RUN, f"run_dir={folder}"]
+    command = [sys.executable, "-m", "experiments.train", *SHORT, f"run_dir={folder}"]
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))  # noqa: E731 - less than a checkpoint
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=full, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "checkpoint.pt" in done.stderr and "cannot be read or written (File too large)" in done.stderr
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*"))
-    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
-    assert lines(folder) == undisturbed
+    assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 0
+    assert lines(folder) == undisturbed[:6]

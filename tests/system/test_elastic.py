@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_resuming import halted, lines, start, undisturbed, wait_for
+from test_resuming import SHORT, halted, lines, start, undisturbed, wait_for
 
 __all__ = ["undisturbed"]  # a fixture
 
@@ -18,7 +18,7 @@ def ranks(process):
 def test_what_is_refused_is_not_taken_over_by_a_restart(tmp_path):
     folder = tmp_path / "run"
     before = halted(folder)
-    process = start(folder, processes=2)  # without resume=true
+    process = start(folder, *SHORT[-1:], processes=2)  # without resume=true
     _, printed = process.communicate(timeout=240)
     assert process.returncode == 1 and "add resume=true to go on with it" in printed
     assert {path: path.read_bytes() for path in before} == before
