@@ -33,6 +33,10 @@ def number(name: str, value: float, above: float, below: float = math.inf) -> fl
     return float(value)
 
 
+def random_seed(name: str, value: int) -> int:
+    return count(name, value, 0, 2**63 - 1)
+
+
 def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: tuple[str, ...]) -> None:
     """One sentence that names the options there are."""
     unknown = sorted(set(options) - set(known))

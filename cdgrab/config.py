@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .checks import MOST, count, is_whole, refuse_unknown_options
+from .checks import count, is_whole, random_seed, refuse_unknown_options
 from .data.sources import Source
 from .errors import CdgrabError
 from .gradients import GRADIENTS
@@ -124,8 +124,8 @@ def validate(config: DictConfig) -> None:
     """Refuse settings that cannot work, each in one sentence."""
     _whole(config, "workers", 1)
     _whole(config, "epochs", 1)
-    _whole(config, "seed", 0, 2**63 - 1)
-    _whole(config, "threads", 1, 4096)
+    random_seed("seed", config.seed)
+    _whole(config, "threads", 1, most=4096)
     _whole(config, "checkpoint.keep", 1)
     _whole(config, "restarts", 0)
     _whole(config, "nnodes", 1)
@@ -289,8 +289,8 @@ def _one_of(config: DictConfig, key: str, allowed: tuple) -> None:
         raise CdgrabError(f"{key} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
 
 
-def _whole(config: DictConfig, key: str, least: int, most: int = MOST) -> None:
-    count(key, OmegaConf.select(config, key), least, most)
+def _whole(config: DictConfig, key: str, least: int, **limits: int) -> None:
+    count(key, OmegaConf.select(config, key), least, **limits)
 
 
 def _number(

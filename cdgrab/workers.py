@@ -220,7 +220,9 @@ class WorkerGroup:
         if self.world_size == 1:
             return self
         limit = timedelta(seconds=self.timeout) if self.timeout else None
-        return replace(self, channel=dist.new_group(backend="gloo", timeout=limit))
+        ranks = None if self.channel is None else dist.get_process_group_ranks(self.channel)
+        new = dist.new_group(ranks, limit, "gloo", use_local_synchronization=ranks is not None)
+        return replace(self, channel=new)
 
     def backends(self) -> str:
         """What connects the processes, by device, such as cpu:gloo,cuda:nccl; empty where there is but one."""

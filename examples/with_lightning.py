@@ -9,7 +9,7 @@ import sys
 import lightning
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
 
@@ -17,9 +17,9 @@ from .digits import accuracy, digits, network
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, train: Dataset, sorter: str) -> None:
+    def __init__(self, sorter: str) -> None:
         super().__init__()
-        self.network, self.train_set, self.sorter, self.saved = network(), train, sorter, None
+        self.network, (self.train_set, self.test_set), self.sorter, self.saved = network(), digits(), sorter, None
 
     def training_step(self, batch, batch_index):
         loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
@@ -45,14 +45,13 @@ class Classifier(lightning.LightningModule):
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     lightning.seed_everything(0, verbose=False)
-    train, test = digits()
-    model = Classifier(train, sorter)
+    model = Classifier(sorter)
     settings = {"max_epochs": int(epochs), "accelerator": "cpu", "devices": int(os.environ.get("LOCAL_WORLD_SIZE", 1))}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(use_distributed_sampler=False, **settings, **quiet)
     trainer.fit(model)
     loss = float(trainer.callback_metrics["loss"])
-    print(f"mean loss {loss:.4f}, test accuracy {accuracy(model.network, test):.3f}")
+    print(f"mean loss {loss:.4f}, test accuracy {accuracy(model.network, model.test_set):.3f}")
     return loss
 
 

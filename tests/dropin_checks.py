@@ -56,8 +56,8 @@ def parallel(model=None, bucket_bytes=300, **options):
     return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
 
 
-def sampler_of(batch_size=3, **options):
-    return OrderedBatchSampler(dataset(), batch_size, seed=3, **options)
+def sampler_of(batch_size=3, seed=3, **options):
+    return OrderedBatchSampler(dataset(), batch_size, seed=seed, **options)
 
 
 def weights(model):
@@ -152,6 +152,25 @@ def zeroed_in_place():
     return train(model, sampler_of().attach(model), 1, optimiser=InPlace(model.parameters(), lr=0.05))
 
 
+def looked_at_alone():
+    """The first process takes a batch between two epochs, as one does to show it; what is visited by all of them."""
+    workers.WHOLE = 2**40
+    model = parallel()
+    sampler = sampler_of().attach(model)
+    first = train(model, sampler, 1)
+    if dist.get_rank() == 0:
+        next(iter(DataLoader(dataset(), batch_sampler=sampler)))
+    return gathered(first + train(model, sampler, 2))
+
+
+def in_pairs(background):
+    """Two processes at a time, each pair for itself."""
+    workers.WHOLE = 0
+    group, _ = dist.new_subgroups(2)
+    model = DistributedDataParallel(network(), process_group=group)
+    return gathered(train(model, sampler_of(process_group=group, background=background).attach(model)))
+
+
 class InPlace(torch.optim.SGD):
     def zero_grad(self):
         super().zero_grad(set_to_none=False)
@@ -169,6 +188,8 @@ def refusals():
         "alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(parallel()),
         "nccl": gpu_only,
         "sparse": lambda: sampler_of().attach(parallel(nn.Embedding(5, 3, sparse=True))),
+        "seeds": lambda: sampler_of(seed=dist.get_rank()).attach(parallel()),
+        "sizes": lambda: sampler_of(batch_size=3 + dist.get_rank() % 2).attach(parallel()),
         "states": lambda: sampler_of().attach(parallel()).load_state_dict(started(CASES["exdyna"])[1].state_dict()),
     }.items():
         try:
@@ -183,6 +204,7 @@ def main(target):
     results = {name: trained(case) for name, case in CASES.items()}
     results |= {("resumed", name, stop): resumed(CASES[name], stop) for name, stop in RESUMED}
     results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
-    results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
+    results |= {"refused": refusals(), "zeroed": zeroed_in_place(), "looked at": looked_at_alone()}
+    results |= {("in pairs", background): in_pairs(background) for background in (False, True)}
     if dist.get_rank() == 0:
         torch.save(results, target)

@@ -80,6 +80,29 @@ def test_an_epoch_cut_short_keeps_the_order_of_what_was_not_seen():
     assert sorted(second[:2] + second[6:]) == sorted(first[:4])
 
 
+def test_looking_at_a_batch_does_not_end_an_epoch_that_goes_on():
+    whole = train(network_ := network(), attached(network_))
+    model = network()
+    sampler = attached(model)
+    first = train(model, sampler, 1, stop_after=3)
+    state = sampler.state_dict()
+    sampler.detach()
+    again = attached(model)
+    again.load_state_dict(state)
+    loader = DataLoader(dataset(), batch_sampler=again)
+    next(iter(loader)), [None for _ in loader]  # to show one, to evaluate
+    assert first[0] + train(model, again, 1)[0] == whole[0]
+
+
+def test_a_state_amid_an_accumulation_is_refused():
+    model = network()
+    sampler = attached(model, accumulation_steps=2, drop_last=True)
+    _, inputs, labels = next(iter(DataLoader(dataset(), batch_sampler=sampler)))
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    with pytest.raises(CdgrabError, match="take the state after a step of the optimiser"):
+        sampler.state_dict()
+
+
 def test_accumulated_batches_are_one_unit():
     model = network()
     sampler = attached(model, 4, accumulation_steps=2)  # 16 batches, the last one of a single example

@@ -130,6 +130,16 @@ def test_resumes_mid_epoch_bit_by_bit(found, processes, name, stop_after):
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
+def test_one_process_may_look_at_a_batch_between_epochs(found, processes):
+    assert found[processes]["looked at"] == found[processes]["collected"]["visited"]
+
+
+def test_a_group_of_some_processes_may_decide_beside_the_training(found):
+    inline, beside = (found[4]["in pairs", background] for background in (False, True))
+    assert inline == beside and inline[:2] == found[2]["in pairs", False] == inline[2:]
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_refusals_name_the_way_out(found, processes):
     sentences = found[processes]["refused"]
     assert "is not wrapped in DistributedDataParallel" in sentences["not wrapped"]
@@ -141,6 +151,8 @@ def test_refusals_name_the_way_out(found, processes):
     assert f"knows 1 process, DDP has {processes}" in sentences["alone"]
     assert "init_process_group() without a name" in sentences["nccl"]
     assert "sparse=False" in sentences["sparse"]
+    assert "seed is 0 on process 0 and something else on others" in sentences["seeds"]
+    assert "batch_size is 3 on process 0" in sentences["sizes"] and "of the whole dataset" in sentences["sizes"]
     assert "with a sparsifier, and this one is without" in sentences["states"]
     assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
 

@@ -24,7 +24,7 @@ RECIPES = [plain, with_accelerate, with_lightning, with_trainer]
 @pytest.mark.parametrize("example", RECIPES, ids=lambda module: module.__name__)
 def test_recipe_trains(example):
     with open(example.__file__) as file:
-        assert len(file.readlines()) <= 60
+        assert len(file.readlines()) < 60
     assert example.main("cd_grab", "2") < UNTRAINED / 2
 
 

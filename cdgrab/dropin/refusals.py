@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 
+import torch
 from torch import nn
 
 from ..errors import CdgrabError
@@ -42,6 +44,18 @@ def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
             f"this is process {group.rank} of the sampler's and {theirs.rank} of DDP's: "
             "give the sampler DDP's process_group"
         )
+
+
+def refuse_different_ranks(group: WorkerGroup, settings: dict) -> None:
+    """Samplers that divide another dataset, or in another way, would leave examples out, or wait for each other."""
+    numbers = [int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big") for value in settings.values()]
+    everybodys = group.gather(torch.tensor([numbers]))
+    for (name, value), column in zip(settings.items(), everybodys.T, strict=True):
+        if len(column.unique()) > 1:
+            raise CdgrabError(
+                f"{name} is {value!r} on process {group.rank} and something else on others: every process needs the "
+                "same sampler, of the whole dataset"
+            )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

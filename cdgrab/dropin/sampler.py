@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from ..checks import count, refuse_unknown_options
+from ..checks import count, random_seed, refuse_unknown_options
 from ..errors import CdgrabError
 from ..sorters import SORTERS, make_sorter, sorter_options
 from ..sorters.base import Sorter
@@ -57,10 +57,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         **options,
     ) -> None:
         if not hasattr(dataset, "__len__") or not len(dataset):
-            raise CdgrabError("the dataset must have a length of at least 1")
+            raise CdgrabError("the dataset must have a length of at least 1: an iterable one has no order to choose")
         if unit not in UNITS:
             raise CdgrabError(f"unit must be {' or '.join(UNITS)}, got {unit!r}")
-        self.batch_size, self.seed = count("batch_size", batch_size, 1), count("seed", seed, 0)
+        self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
         self.unit, self.drop_last, self.group = unit, bool(drop_last), one_worker_per_process(process_group)
         refusals.refuse_gpu_only(self.group)
@@ -76,6 +76,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._attachment: Attachment | None = None
         self._resuming = self._fresh = False  # in the middle of an epoch; a state was loaded, nothing done since
         self._paused = self._not_finite = False
+        self._began = -1  # the position at which the last iteration began
         self.pace = Pace()
         self._iterator = object()
         self._scaler = self._sparsifier = None
@@ -99,9 +100,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         refusals.refuse_wrapper(sys._getframe(1).f_locals.get("self"))
         if self._attachment and self.sorter.needs_gradients:
             self._attachment.check()
-        if not self._resuming:
+        if not self._resuming and not self._only_looked():
             self._next_epoch()
         self._resuming = self._fresh = False
+        self._began = self.sorter.position
         self._loaded = None
         self._iterator = mine = object()
         self.pace.start(self._done())
@@ -110,6 +112,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
             self.pace.yielded += 1
             yield batch
+
+    def _only_looked(self) -> bool:
+        """Since the last iteration began, in the middle of an epoch, no gradient has come."""
+        return 0 < self.sorter.position < self.sorter.units and self.sorter.position == self._began
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted, since scripts call it on a DistributedSampler. Epochs are counted here without it."""
@@ -129,7 +135,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.pace.backwards = 0
         if epoch >= 0 and sorter.needs_gradients and not sorter.position:
             if self.pace.yielded == self._batches:
-                _warn(f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained")
+                _warn(
+                    f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (and "
+                    "to look at batches only, make a loader without this sampler)"
+                )
             return  # else somebody only looked at a batch
         unseen = sorter.units - sorter.position if epoch >= 0 else 0
         if unseen and sorter.needs_gradients:
@@ -166,6 +175,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if self._attachment:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
         attachment = Attachment(self, model, compress, sparsifier, sparsifier_options)
+        layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": attachment.dim}
+        refusals.refuse_different_ranks(self.group, layout)
         before = self.sorter
         self._scaler, self._sparsifier = scaler, attachment.sparsifier
         try:
@@ -238,10 +249,17 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if not self.sorter.needs_gradients:  # it was made before the model was known
             gradients = gradients.new_zeros(len(gradients), self.sorter.dim)
         self.sorter.observe(range(position, position + len(gradients)), self._clean(gradients.detach().clone())[None])
+        self._settle()
 
     def see_share(self, share: Tensor) -> None:
         """This process's coordinates of everybody's next gradient (see `cdgrab.exchange`)."""
         self.sorter.observe_share(self._clean(share))
+        self._settle()
+
+    def _settle(self) -> None:
+        """With the last gradient of an epoch, where all processes are: one of them may ask for the next order alone."""
+        if self.sorter.position == self.sorter.units:
+            self.sorter.settle()
 
     def _clean(self, gradients: Tensor) -> Tensor:
         """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
@@ -262,6 +280,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if _called_by_a_loader() and self.pace.yielded > self._done():
             # A stateful loader takes notes whenever it reads ahead, before the gradients of those batches are there.
             return {"version": STATE_VERSION, "read_ahead": self.pace.yielded, "epoch": self.sorter.epoch}
+        if self.pace.backwards:
+            raise CdgrabError("gradients are being accumulated: take the state after a step of the optimiser")
         return {
             "version": STATE_VERSION,
             "layout": self._layout(),

@@ -96,7 +96,7 @@ class BalancingSorter(Sorter):
     def _next_order(self, epoch: int) -> Tensor:
         if epoch == 0:
             return self._first_order()
-        self._settle()
+        self.settle()
         return self._reordered()
 
     def _start_epoch(self) -> None:
@@ -139,8 +139,8 @@ class BalancingSorter(Sorter):
             self.group = self.group.separate()
         return OrderServer(self._decide, self._block_bytes(), self._buffer_bytes, background)
 
-    def _settle(self) -> None:
-        """Wait for the signs of everything observed."""
+    def settle(self) -> None:
+        """See `Sorter.settle`: the signs of everything observed."""
         signs, end = self._server.settle() if self._server else None, self._decided()
         if signs is not None:
             self._signs[:, end - len(signs) : end] = self._local(signs).T
@@ -166,7 +166,7 @@ class BalancingSorter(Sorter):
 
     def state_dict(self) -> dict:
         """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
-        self._settle()
+        self.settle()
         return super().state_dict()
 
     def _options(self) -> dict:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import streams
-from ..checks import count, is_whole
+from ..checks import count, is_whole, random_seed
 from ..errors import CdgrabError
 from ..state import WorkerState
 from ..workers import WorkerGroup
@@ -47,7 +47,7 @@ class Sorter(WorkerState):
             raise CdgrabError(f"initial must be random or identity, got {initial!r}")
         self.initial = initial
         self.workers, self.units = count("workers", workers, 1), count("units", units, 1)
-        self.dim, self.seed = count("dim", dim, 1), count("seed", seed, 0)
+        self.dim, self.seed = count("dim", dim, 1), random_seed("seed", seed)
         self.group = group or WorkerGroup(workers)
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
@@ -100,6 +100,9 @@ class Sorter(WorkerState):
         for some in gradients.split(self._units_at_once(gradients), dim=1):
             self._take(some)
             self._move_on(some.shape[1])
+
+    def settle(self) -> None:
+        """Wait for what is still being decided, so that the next order concerns this process alone. All call this."""
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from cdgrab.significance import paired_p
 from .measure import summary, under_torchrun
 
 PROCESSES, BATCH = 4, 32
-EPOCHS = {"smoke": 2, "quick": 8, "full": 30}
+EPOCHS = {"smoke": 2, "quick": 20, "full": 30}
 STEPS = {"linear": {"smoke": 4, "quick": 40, "full": 40}, "convolutional": {"smoke": 2, "quick": 10, "full": 20}}
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
 TRAINED = {"smoke": 1, "quick": 20, "full": 20}  # epochs of the example
