@@ -47,9 +47,7 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
             raise
         except (CdgrabError, OSError):
             there = tuple(contents(folder).values())  # a damaged checkpoint may have been put aside
-            if (
-                folder / "logs"
-            ).exists():  # training began, and could not save; what came after the checkpoint is dropped
+            if (folder / "logs").exists():  # training began and could not save; what is after the checkpoint goes
                 assert _losses(folder)[:1] == whole[:1], "metrics were changed"
                 before = {path: old for path, old in before.items() if not path.endswith(("manifest.json", ".jsonl"))}
             assert all(any(new.startswith(old) for new in there) for old in before.values()), "a file was changed"
