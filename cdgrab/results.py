@@ -50,8 +50,8 @@ class Group:
         tables = []
         for manifest in self.manifests:
             path = manifest["path"] / "metrics.jsonl"
-            lines, epochs = read_metrics(path), manifest["science"]["epochs"]
-            if len(lines) != epochs:
+            lines = read_metrics(path)
+            if len(lines) != (epochs := manifest["science"].get("epochs", len(lines))):
                 raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")
             table = pd.DataFrame(lines)
             table["elapsed"] = table["seconds"].cumsum()

@@ -152,13 +152,13 @@ def zeroed_in_place():
     return train(model, sampler_of().attach(model), 1, optimiser=InPlace(model.parameters(), lr=0.05))
 
 
-def looked_at_alone():
-    """The first process takes a batch between two epochs, as one does to show it; what is visited by all of them."""
+def looked_at(by):
+    """Some processes take a batch between two epochs, as one does to show it; what is visited by all of them."""
     workers.WHOLE = 2**40
     model = parallel()
     sampler = sampler_of().attach(model)
     first = train(model, sampler, 1)
-    if dist.get_rank() == 0:
+    if dist.get_rank() in by:
         next(iter(DataLoader(dataset(), batch_sampler=sampler)))
     return gathered(first + train(model, sampler, 2))
 
@@ -204,7 +204,8 @@ def main(target):
     results = {name: trained(case) for name, case in CASES.items()}
     results |= {("resumed", name, stop): resumed(CASES[name], stop) for name, stop in RESUMED}
     results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
-    results |= {"refused": refusals(), "zeroed": zeroed_in_place(), "looked at": looked_at_alone()}
+    results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
+    results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     results |= {("in pairs", background): in_pairs(background) for background in (False, True)}
     if dist.get_rank() == 0:
         torch.save(results, target)

@@ -131,7 +131,7 @@ def test_resumes_mid_epoch_bit_by_bit(found, processes, name, stop_after):
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_one_process_may_look_at_a_batch_between_epochs(found, processes):
-    assert found[processes]["looked at"] == found[processes]["collected"]["visited"]
+    assert found[processes]["looked at", (0,)] == found[processes]["looked at", ()]
 
 
 def test_a_group_of_some_processes_may_decide_beside_the_training(found):

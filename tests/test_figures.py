@@ -373,7 +373,7 @@ BAD_CALLS = [
     ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),
     ("experiments.launch", ["data=embedded", "nproc=3"], "cannot be split evenly over 3 processes"),
     ("experiments.launch", ["nothing=3"], "'nothing'"),
-    ("experiments.launch", ["task.lr=["], "task.lr=["),
+    ("experiments.launch", ["task.lr=["], "no viable alternative at input '['"),
 ]
 
 

@@ -31,13 +31,15 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
 
     while True:
         chosen = [f"{group}={generator.choice(choices(group))}" for group in ("task", "sorter", "sparsifier")]
-        names = generator.sample(_keys(tuple(chosen)), generator.choice((1, 1, 2, 3)))
-        yield partial(attempt, chosen, [f"{name}={_word(generator)}" for name in names], generator.random() < 0.3)
+        names = sorted({name for choice in chosen for name in _keys(choice)})
+        names = generator.sample(names, generator.choice((1, 1, 2, 3)))
+        yield partial(attempt, chosen, [f"{name}={_word(generator)}" for name in names], generator.random() < 0.15)
 
 
 @cache
-def _keys(chosen: tuple[str, ...]) -> list[str]:
-    flat = flatten(dict(compose_config(list(chosen))))
+def _keys(choice: str) -> list[str]:
+    """With the others' defaults: some keys of those are of no use beside another choice, and must be refused."""
+    flat = flatten(dict(compose_config([choice])))
     return [key for key in flat if not key.startswith(("hydra.", "task.presets."))]
 
 
