@@ -15,11 +15,10 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from .errors import CollectiveError, MissingError
-from .meeting import agents_store
+from .meeting import GONE, agents_store
 from .workers import WorkerGroup
 
 MOST_SECONDS = 5.0  # between two beats
-GONE = "the process that keeps the store no longer answers"
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from .errors import MissingError
 
 PATIENCE = 120.0  # seconds for everybody to start
 PAUSE = 0.02  # seconds between two looks
+GONE = "the process that keeps the store no longer answers"
 
 
 def meet(rank: int, world_size: int, timeout: float | None) -> None:
@@ -57,7 +58,7 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise MissingError("the process that keeps the store no longer answers") from error
+        raise MissingError(GONE) from error
 
 
 def _has_agent() -> bool:

@@ -62,7 +62,7 @@ def restore(trainer: Trainer, saved: dict | None) -> None:
         raise
     except Exception as error:  # whatever a content that does not fit makes of the loading
         raise CdgrabError(
-            f"the checkpoint in {directory} does not fit this run; move it away to start again"
+            f"the checkpoint in {directory} does not fit this run; move the folder away to start this run again"
         ) from error
 
 

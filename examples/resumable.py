@@ -26,7 +26,7 @@ def main(folder: str, sorter: str = "cd_grab", epochs: str = "20", seed: str = "
     sampler = OrderedBatchSampler(train, 8, **settings)
     sampler.attach(model, scaler=scaler)
     holders = {"model": model, "optimiser": optimiser, "scaler": scaler, "sampler": sampler}
-    done, path, loss = 0, os.path.join(folder, "checkpoint.pt"), 0.0
+    done, path = 0, os.path.join(folder, "checkpoint.pt")
     if os.path.exists(path):
         saved = torch.load(path, weights_only=True)
         done = saved["done"]

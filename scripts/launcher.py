@@ -62,14 +62,13 @@ def launch(overrides: list[str]) -> int:
         name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts
         meeting = {"nnodes": hosts, "rdzv": run.config.rdzv, "name": name, "restarts": run.config.restarts}
         status = torchrun(arguments, processes, **meeting)
-        status = status if status >= 0 else 128 - status
     else:
         status = _with_restarts(arguments, processes, run.config.restarts)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
         shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
         print("  " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
-    return status
+    return status if status >= 0 else 128 - status  # of a process that was killed, as shells have it
 
 
 def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
@@ -82,7 +81,7 @@ def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
             break
         why = f"killed by signal {-status}" if status < 0 else "missing"
         print(f"  a process was {why}: going on from the last checkpoint ({left} more times)", flush=True)
-    return status if status >= 0 else 128 - status
+    return status
 
 
 def torchrun(
