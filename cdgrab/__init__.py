@@ -1,10 +1,10 @@
 """CD-GraB: coordinated distributed gradient balancing, as a library and a reproduction suite."""
 
-from . import herding, sparsify
-from .dropin import OrderedBatchSampler
-from .errors import CdgrabError
-from .sorters import SORTERS, make_sorter
-from .sparsify import SPARSIFIERS, make_sparsifier
+from cdgrab import herding, sparsify
+from cdgrab.dropin import OrderedBatchSampler
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters import SORTERS, make_sorter
+from cdgrab.sparsify import SPARSIFIERS, make_sparsifier
 
 __version__ = "0.1.0"
 __all__ = [

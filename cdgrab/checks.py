@@ -6,9 +6,10 @@ import math
 import operator
 from collections.abc import Iterable
 
-from omegaconf import DictConfig
+import torch
+from torch import Tensor
 
-from .errors import CdgrabError
+from cdgrab.errors import CdgrabError
 
 MOST = 2**31 - 1  # of anything that is counted
 
@@ -45,8 +46,6 @@ def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: 
         raise CdgrabError(f"{kind} {name} has no option {', '.join(unknown)}; {takes}")
 
 
-def counts(config: DictConfig, least: dict[str, int], may_be_null: Iterable[str] = ()) -> None:
-    """Every named key of a task's config is a whole number of at least so much, or null where that is allowed."""
-    for key, smallest in least.items():
-        if not (config[key] is None and key in may_be_null):
-            count(f"task.{key}", config[key], smallest)
+def all_finite(tensor: Tensor) -> bool:
+    """A finite sum has finite terms, and is much cheaper to look at; a sum that overflows needs the closer look."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())

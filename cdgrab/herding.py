@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import CdgrabError
+from cdgrab.errors import CdgrabError
 
 
 def herding_bound(vectors: Tensor, order: Tensor | None = None) -> float:

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
-
-from .digits import accuracy, digits, network
+from examples.digits import accuracy, digits, network
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cdgrab.data import cifar10
 from cdgrab.sparsify import ddp_hook
+from experiments.data import cifar10
 
 BATCH = 32
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from cdgrab.data import cifar10
+from experiments.data import cifar10
 
 
 def digits() -> tuple[Dataset, Dataset]:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from cdgrab.data import hmda
+from experiments.data import hmda
 
 
 def loans() -> TensorDataset:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
-
-from .digits import accuracy, digits, network
+from examples.digits import accuracy, digits, network
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
-
-from .loans import loans, network
+from examples.loans import loans, network
 
 EVERY, ACCUMULATE = 20, 2  # a checkpoint every so many batches, a step every so many
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
-
-from .digits import accuracy, digits, network
+from examples.digits import accuracy, digits, network
 
 
 class Classifier(lightning.LightningModule):

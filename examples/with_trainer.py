@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from cdgrab import OrderedBatchSampler
-
-from .digits import accuracy, digits, network
+from examples.digits import accuracy, digits, network
 
 
 class Classifier(nn.Module):

@@ -1,6 +1,6 @@
 """Signals that come while a command still imports, reads its data or compiles: nothing is lost, but that is to be said.
 
-Imports nothing that takes long. When training begins, `cdgrab.signals` takes over.
+Imports nothing that takes long. When training begins, `experiments.training.signals` takes over.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 
-ANSWERS = {signal.SIGTERM: (75, "stopped"), signal.SIGINT: (130, "interrupted")}  # as in `cdgrab.signals`
+ANSWERS = {signal.SIGTERM: (75, "stopped"), signal.SIGINT: (130, "interrupted")}  # as in `experiments.training.signals`
 
 
 def listen() -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from . import early  # before the imports that take seconds
+from experiments import early  # before the imports that take seconds
 
 if __name__ == "__main__":
     early.listen()
@@ -27,10 +27,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from cdgrab.checks import count
-from cdgrab.config import CONFIGS, ROOT, check_choices, known_names
 from cdgrab.errors import CdgrabError
-from cdgrab.signals import STATUS
-from scripts.launcher import launch
+from experiments.store.files import ROOT
+from experiments.training.config import CONFIGS, check_choices, known_names
+from experiments.training.launcher import launch
+from experiments.training.signals import STATUS
 
 REFUSED = 2
 wanted: list[list[str]] = []  # the overrides of every run

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 from cdgrab.checks import count
-from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError, file_error
-from cdgrab.memory import keep_freed_memory
-from cdgrab.results import RESULTS
-from cdgrab.studies.base import Part, Study, carry_out, compose_study
-from cdgrab.studies.collection import summary, write_collection
+from experiments.store.files import RESULTS, ROOT
+from experiments.studies.base import Part, Study, carry_out, compose_study
+from experiments.studies.collection import summary, write_collection
+from experiments.training.config import choices, compose_config
+from experiments.training.memory import keep_freed_memory
 from scripts.notebook import execute
 
 REFUSED, INTERRUPTED = 2, 130

@@ -20,20 +20,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import early  # before the imports that take seconds
+from experiments import early  # before the imports that take seconds
 
 if __name__ == "__main__":
     early.listen()
 
 import torch
 
-from cdgrab import checkpoint, heartbeat, meeting, runlog, signals, workers
-from cdgrab.config import Run, compose, known_names, refuse_other_settings
 from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, file_error, warn
-from cdgrab.lock import locked
-from cdgrab.memory import keep_freed_memory
-from cdgrab.tasks import make_task
-from cdgrab.train import Trainer
+from cdgrab.runtime import group as workers
+from cdgrab.runtime import heartbeat
+from cdgrab.runtime import rendezvous as meeting
+from experiments.store import checkpoint
+from experiments.store.lock import locked
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import make_task
+from experiments.training import runlog, signals
+from experiments.training.config import Run, compose, known_names, refuse_other_settings
+from experiments.training.loop import Trainer
+from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
 REFUSED, DIVERGED, MISSING = 2, 3, 4  # exit statuses
@@ -97,14 +102,14 @@ def _train(run: Run, group: workers.WorkerGroup) -> None:
     if run.config.resume:
         trainer.load(warnings.append)
     run_log = runlog.RunLog(run, active=group.rank == 0)
-    with signals.listening() as wish, _told_to_end(wish):  # from here on there is something to be saved
+    with signals.listening() as stop_request, _told_to_end(stop_request):  # from here on there is something to be saved
         run_log.begin(run, trainer.task.rows, trainer.sizes, group.world_size, device, trainer.metrics)
         group.barrier()  # the folder is there
         with _log_file(run, group.rank):
             for warning in warnings:
                 warn(warning)
                 log.warning("%s", warning)
-            _fit(run, trainer, run_log, wish)
+            _fit(run, trainer, run_log, stop_request)
 
 
 def built(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer:
@@ -120,14 +125,14 @@ def built(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer
 
 
 @contextlib.contextmanager
-def _told_to_end(wish: signals.Wish) -> Iterator[None]:
+def _told_to_end(stop_request: signals.StopRequest) -> Iterator[None]:
     """torchrun ends the others when a process dies: it need not be found out which one that was."""
     try:
         yield
     except CollectiveError as error:
-        if not wish():
+        if not stop_request():
             raise
-        raise Stopped(wish(), "ended because another process has died") from error
+        raise Stopped(stop_request(), "ended because another process has died") from error
 
 
 @contextlib.contextmanager
@@ -149,11 +154,11 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, wish: signals.Wish) -> None:
+def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, stop_request: signals.StopRequest) -> None:
     done, epochs = trainer.epochs_done, run.config.epochs
     log.info("%s on %s, %d of %d epochs done", run.directory, run.source.description, done, epochs)
     try:
-        trainer.fit(run_log, stop=wish)
+        trainer.fit(run_log, stop=stop_request)
     except DivergedError as error:
         run_log.finish("diverged", str(error))
         log.error("%s", error)
@@ -184,8 +189,8 @@ def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, wish: signals.Wish)
 def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
     """False (and says so) when the run is complete; refuses a folder that holds something else. `again`: torchrun
     starts it once more."""
-    manifest = runlog.read_manifest(run.directory)
-    done = len(runlog.read_metrics(run.directory / "metrics.jsonl"))
+    manifest = read_manifest(run.directory)
+    done = len(read_metrics(run.directory / "metrics.jsonl"))
     if not manifest:
         if done:
             raise CdgrabError(f"{run.directory} holds metrics without a manifest; choose another run_dir")

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cdgrab.data import cifar10, hmda, hub, hub_glue, m4, wikitext
 from cdgrab.errors import CdgrabError
+from experiments.data import cifar10, hmda, hub, hub_glue, m4, wikitext
 from scripts.arguments import Parser
 
 

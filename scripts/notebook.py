@@ -20,8 +20,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
-from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
+from experiments.store.files import ROOT
 from scripts.arguments import Parser
 
 FOLDER = ROOT / "notebooks"

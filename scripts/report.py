@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from cdgrab import report
 from cdgrab.errors import CdgrabError, file_error
-from cdgrab.published import PUBLISHED
-from cdgrab.results import RESULTS, Group
+from experiments.report import tables as report
+from experiments.report.published import PUBLISHED
+from experiments.report.runs import Group
+from experiments.store.files import RESULTS
 
 
 def main() -> int:

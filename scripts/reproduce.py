@@ -16,11 +16,12 @@ import sys
 
 from omegaconf import DictConfig
 
-from cdgrab import report
-from cdgrab.config import ROOT, Run, compose, compose_config
 from cdgrab.errors import CdgrabError
-from cdgrab.results import RESULTS, Group, groups, sweeps, without
-from cdgrab.tasks import locate_data
+from experiments.report import tables as report
+from experiments.report.runs import Group, groups, sweeps, without
+from experiments.store.files import RESULTS, ROOT
+from experiments.tasks import locate_data
+from experiments.training.config import Run, compose, compose_config
 from scripts.arguments import Parser, positive
 from scripts.notebook import execute
 

@@ -20,9 +20,10 @@ from filelock import FileLock
 from hypothesis import settings
 
 import cdgrab
-from cdgrab import kernels, reference, streams
-from cdgrab.config import ROOT
-from scripts.launcher import torchrun
+from cdgrab import streams
+from cdgrab.balance import kernels, reference
+from experiments.store.files import ROOT
+from experiments.training.launcher import torchrun
 
 settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("reproducible")
@@ -93,7 +94,7 @@ def walk(width, draws, r, v):
 
 
 def oracle(name, first_order, gradients, walk_width=None, kh_epochs=100):
-    """The orders that `run` must give, from `cdgrab.reference` and the sorter's random streams."""
+    """The orders that `run` must give, from `cdgrab.balance.rules.reference` and the sorter's random streams."""
     _, workers, units, dim = gradients.shape
     orders, means = [first_order.tolist()], np.zeros((workers, dim))
     decisions = units if name in ("grab", "id_grab_bal") else units // 2

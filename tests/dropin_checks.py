@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from cdgrab import CdgrabError, OrderedBatchSampler, workers
+from cdgrab import CdgrabError, OrderedBatchSampler
+from cdgrab.runtime import group as workers
 
 
 @dataclass

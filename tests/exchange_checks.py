@@ -7,8 +7,11 @@ import torch
 from conftest import make_gradients
 
 import cdgrab
-from cdgrab import exchange, snapshot, state, workers
-from cdgrab.workers import connect
+from cdgrab.runtime import group as workers
+from cdgrab.runtime import mean as exchange
+from cdgrab.runtime import state
+from cdgrab.runtime.group import connect
+from experiments.training import snapshot
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, rows that are long
 SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33), (4, 6, 9001), (2, 9, 8), (6, 8, 700)]
@@ -71,7 +74,7 @@ def orders_from_shares(group, shape, kind):
         for unit in range(units):
             average = mean(gradients[group.rank, unit])
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
-            sorter.observe_share(mean.take_shares())
+            sorter.observe_shard(mean.take_shares())
             if unit in (2, 3):  # go on in another one, also amid a pair
                 saved = sorter.state_dict()
                 sorter = make()

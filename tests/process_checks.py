@@ -7,9 +7,9 @@ import dropin_checks
 import exchange_checks
 import sparsify_checks
 
-from cdgrab import workers
-from cdgrab.config import compose
+from cdgrab.runtime import group as workers
 from experiments.train import train
+from experiments.training.config import compose
 
 
 def main(folder, runs):

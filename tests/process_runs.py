@@ -3,8 +3,8 @@
 import json
 import shutil
 
-from cdgrab import checkpoint
-from cdgrab.runlog import read_manifest
+from experiments.store import checkpoint
+from experiments.store.records import read_manifest
 
 LSTM = ["task=lstm_wiki2", "size=smoke", "task.batch=16", "task.limit=7", "task.hidden=8"]
 # Coordinated, uncoordinated, oblivious, randomised. With these sizes units per worker are odd and the last step short.

@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
-from cdgrab import workers
-from cdgrab.buckets import BucketHook
+from cdgrab.runtime import group as workers
+from cdgrab.runtime.ddp import BucketHook
+from cdgrab.runtime.group import WorkerGroup, connect
 from cdgrab.sparsify import ddp_hook, make_sparsifier
-from cdgrab.workers import WorkerGroup, connect
 
 VARIANTS = [
     ("dense", {}),

@@ -9,7 +9,9 @@ from conftest import assert_independent, make, normal, run, uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdgrab import CdgrabError, balance, kernels, reference, streams
+from cdgrab import CdgrabError, streams
+from cdgrab.balance import kernels, reference
+from cdgrab.balance import rules as balance
 
 DRAWS = 20_000
 

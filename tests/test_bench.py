@@ -7,7 +7,9 @@ import IPython.display as notebook_display
 import pytest
 import torch
 
-from cdgrab import bench_results, figures, figures_bench, kernels
+from cdgrab.balance import kernels
+from experiments.report import figures, figures_bench
+from experiments.store import bench as bench_results
 from scripts import notebook
 from scripts.bench import balance, epoch, flips, measure, memory, peers, traffic
 from scripts.bench.__main__ import main

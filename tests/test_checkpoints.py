@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdgrab import checkpoint
 from cdgrab.errors import CdgrabError
-from cdgrab.lock import locked
-from cdgrab.runlog import append_line, read_metrics, write_atomically
+from experiments.store import checkpoint
+from experiments.store.files import append_line, write_atomically
+from experiments.store.lock import locked
+from experiments.store.records import read_metrics
 
 
 def content(number):
@@ -28,7 +29,7 @@ def test_the_newest_are_kept_and_the_newest_is_loaded(tmp_path):
         assert checkpoint.load(tmp_path)["number"] == number
     names = ["checkpoint.1.pt", "checkpoint.2.pt", "checkpoint.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    checkpoint.save(tmp_path, content(5), keep=1)  # another wish: what is too much goes
+    checkpoint.save(tmp_path, content(5), keep=1)  # another stop_request: what is too much goes
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
     torch.testing.assert_close(checkpoint.load(tmp_path)["parameters"], torch.arange(50.0) + 5)
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from cdgrab.compiled import Compiled
-from cdgrab.config import compose
-from cdgrab.data import cifar10
-from cdgrab.data.sources import sha256
 from cdgrab.errors import CdgrabError
-from cdgrab.gradients import FlatParameters, gradient_function
 from cdgrab.herding import parallel_herding_bound
-from cdgrab.herding_metric import replayed_herding
-from cdgrab.runlog import read_manifest, read_metrics
-from cdgrab.tasks import make_task
-from cdgrab.tasks.cifar10 import MEAN, STD
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
+from experiments.data import cifar10
+from experiments.data.sources import sha256
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import make_task
+from experiments.tasks.cifar10 import MEAN, STD
+from experiments.training.compiled import Compiled
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.herding_metric import replayed_herding
 
 WORKERS, UNITS = 2, 3
 
@@ -105,7 +105,7 @@ def test_the_model_is_lenet(problem):
 
 
 def test_evaluation_in_chunks_equals_the_ordinary_network(problem, monkeypatch):
-    monkeypatch.setattr("cdgrab.tasks.cifar10.EVALUATED_AT_ONCE", 150)
+    monkeypatch.setattr("experiments.tasks.cifar10.EVALUATED_AT_ONCE", 150)
     task, flat, vector, _ = problem
     model = ordinary_lenet()
     torch.nn.utils.vector_to_parameters(vector, model.parameters())

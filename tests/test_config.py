@@ -5,14 +5,14 @@ import re
 import pytest
 import torch
 
-from cdgrab.config import choices, compose, compose_config
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sparsify import SPARSIFIERS
-from cdgrab.tasks import TASKS, make_task
-from cdgrab.workers import WorkerGroup
 from experiments import train
-from scripts.launcher import launch, process_count
+from experiments.tasks import TASKS, make_task
+from experiments.training.config import choices, compose, compose_config
+from experiments.training.launcher import launch, process_count
 
 
 def test_every_sorter_and_task_has_its_yaml():

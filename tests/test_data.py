@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 import torch
 
-from cdgrab.config import compose
-from cdgrab.data import hmda
-from cdgrab.data.download import fetch
-from cdgrab.data.sources import sha256
 from cdgrab.errors import CdgrabError
-from cdgrab.tasks import make_task
+from experiments.data import hmda
+from experiments.data.download import fetch
+from experiments.data.sources import sha256
+from experiments.tasks import make_task
+from experiments.training.config import compose
 
 
 def needs(*names):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from examples import plain, resumable, with_accelerate, with_lightning, with_trainer
-from scripts.launcher import torchrun
+from experiments.training.launcher import torchrun
 
 UNTRAINED = 2.3  # log 10
 

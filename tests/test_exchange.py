@@ -9,8 +9,8 @@ from exchange_checks import KINDS, WAYS, cases, name_of, shapes
 from process_runs import PROCESSES
 
 import cdgrab
-from cdgrab import exchange
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime import mean as exchange
+from cdgrab.runtime.group import WorkerGroup
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,17 @@ import time
 import nbformat
 import pandas as pd
 import pytest
-from made_up_runs import write_run
+from synthetic_runs import write_run
 
-from cdgrab import figures, report, results
-from cdgrab.config import ROOT
 from cdgrab.errors import CdgrabError
-from cdgrab.published import published
-from cdgrab.results import Group, groups, sweeps
-from cdgrab.runlog import read_manifest, read_metrics
-from cdgrab.signals import STATUS
+from experiments.report import figures
+from experiments.report import runs as results
+from experiments.report import tables as report
+from experiments.report.published import published
+from experiments.report.runs import Group, groups, sweeps
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest, read_metrics
+from experiments.training.signals import STATUS
 from scripts import notebook
 from scripts.reproduce import EXPERIMENTS
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdgrab import checkpoint, figures_glue
-from cdgrab.config import compose
-from cdgrab.data import encoder, glue
 from cdgrab.errors import CdgrabError
-from cdgrab.gradients import FlatParameters, gradient_function
-from cdgrab.results import Group, Sweep
-from cdgrab.runlog import read_manifest, read_metrics
-from cdgrab.tasks import finetuning, make_task
 from experiments import train
+from experiments.data import encoder, glue
+from experiments.report import figures_glue
+from experiments.report.runs import Group, Sweep
+from experiments.store import checkpoint
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import finetuning, make_task
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
 from scripts import reproduce
 
 ROWS = 24
@@ -322,7 +323,7 @@ def test_gradients_equal_a_one_by_one_loop(settings, dataset, kind, how):
 
 @pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
 def test_metrics_equal_a_plain_loop_with_both_parts_of_mnli(settings, kind, monkeypatch):
-    monkeypatch.setattr("cdgrab.tasks.glue.EVALUATED_AT_ONCE", {kind: 7})
+    monkeypatch.setattr("experiments.tasks.glue.EVALUATED_AT_ONCE", {kind: 7})
     task = make(settings, "task.dataset=MNLI", f"task.encoder={kind}")
     parameters = {name: p.detach() for name, p in task.model.named_parameters()}
     with torch.no_grad():

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from cdgrab.config import compose
-from cdgrab.data import bpe, text_blocks, wikitext
 from cdgrab.errors import CdgrabError
-from cdgrab.gradients import FlatParameters, gradient_function
-from cdgrab.tasks import make_task
-from cdgrab.tasks.gpt2_wiki103 import blocks_at_once, pretrained
-from cdgrab.tasks.tiny_gpt2 import TinyGpt2
 from experiments import train
+from experiments.data import bpe, text_blocks, wikitext
+from experiments.tasks import make_task
+from experiments.tasks.gpt2_wiki103 import blocks_at_once, pretrained
+from experiments.tasks.tiny_gpt2 import TinyGpt2
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
 
 CONTEXT, VOCABULARY, NOVELS = 8, 300, 23
 TINY = [f"task.context={CONTEXT}", "task.width=12", f"task.vocabulary={VOCABULARY}", "task.limit=20"]

@@ -5,11 +5,11 @@ import torch
 from omegaconf import OmegaConf
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cdgrab.compiled import Compiled, simplify
-from cdgrab.config import compose
-from cdgrab.gradients import FlatParameters, gradient_function
-from cdgrab.optimisers import Optimiser
-from cdgrab.tasks import make_task
+from experiments.tasks import make_task
+from experiments.training.compiled import Compiled, simplify
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.optimisers import Optimiser
 
 WORKERS, UNITS = 3, 5
 

@@ -9,7 +9,8 @@ from conftest import make
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdgrab import CdgrabError, reference
+from cdgrab import CdgrabError
+from cdgrab.balance import reference
 from cdgrab.herding import herding_bound, parallel_herding_bound
 
 both_maxima = pytest.mark.parametrize("per_vector", [False, True], ids=["per_step", "per_vector"])

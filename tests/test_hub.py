@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from hub_repositories import REAL, known, make_repository, needs, offline  # noqa: F401
 
-from cdgrab.data import hub, text_blocks, wikitext
 from cdgrab.errors import CdgrabError
+from experiments.data import hub, text_blocks, wikitext
 from scripts import get_data
 
 LINES = [" \n", " = Title = \n", " \n", " a naïve <unk> \u2028 of 戦場 . \n", " second \x85 , line \n", " \n"]

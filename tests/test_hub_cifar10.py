@@ -9,8 +9,8 @@ import pytest
 from hub_repositories import known, make_repository, offline  # noqa: F401
 from PIL import Image
 
-from cdgrab.data import cifar10, hub
 from cdgrab.errors import CdgrabError
+from experiments.data import cifar10, hub
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import datasets
 import pytest
 from hub_repositories import REAL, make_repository, needs, offline  # noqa: F401
 
-from cdgrab.data import glue, hub_glue
-from cdgrab.data.sources import sha256
 from cdgrab.errors import CdgrabError
+from experiments.data import glue, hub_glue
+from experiments.data.sources import sha256
 
 HUB_TEXTS = {"MNLI": ("premise", "hypothesis"), "QQP": ("question1", "question2"), "QNLI": ("question", "sentence")}
 HUB_TEXTS |= {

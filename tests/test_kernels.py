@@ -8,8 +8,9 @@ import pytest
 import torch
 from conftest import normal, uniform
 
-from cdgrab import balance, kernels
-from cdgrab.config import ROOT
+from cdgrab.balance import kernels
+from cdgrab.balance import rules as balance
+from experiments.store.files import ROOT
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 layouts = pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
@@ -27,7 +28,7 @@ def make_rows(positions, workers, dim, dtype, strided):
 def fast(request):
     """(module, device) of a fast version."""
     if request.param == "numba":
-        return pytest.importorskip("cdgrab.kernels.cpu"), "cpu"
+        return pytest.importorskip("cdgrab.balance.rules.kernels.cpu"), "cpu"
     if request.param == "gram":
         return kernels.gram, "cpu"
     return request.getfixturevalue("on_gpu")
@@ -59,7 +60,7 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
 
 def long_rows_by(how, monkeypatch):
     """A module whose `balance` is the version for long rows."""
-    compiled = pytest.importorskip("cdgrab.kernels.cpu")
+    compiled = pytest.importorskip("cdgrab.balance.rules.kernels.cpu")
     if how == "by threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if how != "divided":

@@ -12,14 +12,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from cdgrab.config import compose
-from cdgrab.data import wikitext
-from cdgrab.data.cache import cached
 from cdgrab.errors import CdgrabError
-from cdgrab.gradients import FlatParameters, gradient_function
-from cdgrab.optimisers import Optimiser
-from cdgrab.tasks import make_task
 from experiments import train
+from experiments.data import wikitext
+from experiments.data.cache import cached
+from experiments.tasks import make_task
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.optimisers import Optimiser
 
 BATCH, LENGTH, TEST_COLUMNS, CHUNKS = 4, 5, 3, 7
 TINY = [f"task.batch={BATCH}", f"task.chunk_length={LENGTH}", f"task.test_columns={TEST_COLUMNS}", "task.hidden=6"]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from cdgrab.config import compose
-from cdgrab.data import m4
 from cdgrab.errors import CdgrabError
-from cdgrab.gradients import FlatParameters, gradient_function
-from cdgrab.runlog import read_manifest, read_metrics
-from cdgrab.tasks import make_task
-from cdgrab.tasks.mlp_m4 import cut_windows
 from experiments import train
+from experiments.data import m4
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import make_task
+from experiments.tasks.mlp_m4 import cut_windows
+from experiments.training.config import compose
+from experiments.training.gradients import FlatParameters, gradient_function
 
 real_data = pytest.mark.skipif(
     not (Path(os.environ.get("CDGRAB_DATA", "")) / "m4" / "Weekly-train.csv").is_file(),

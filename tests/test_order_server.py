@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cdgrab
-from cdgrab import CdgrabError, order_server
-from cdgrab.order_server import OrderServer
+from cdgrab import CdgrabError
+from cdgrab.sorters import server as order_server
+from cdgrab.sorters.server import OrderServer
 
 ROW_BYTES = 8  # of one row [1, 1] in float64
 
@@ -48,16 +49,16 @@ def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background
     server = OrderServer(decide, block * ROW_BYTES, buffer * ROW_BYTES, background)
     found, count = [], 0
     for number, size in enumerate(sizes):
-        if number == settle_after and (signs := server.settle()) is not None:
+        if number == settle_after and (signs := server.result()) is not None:
             found.append(signs)
         submit(server, count, count + size)
         count += size
-    if (signs := server.settle()) is not None:
+    if (signs := server.result()) is not None:
         found.append(signs)
     assert decide.seen == list(range(count))
     expected = (torch.arange(count) % 2 * 2 - 1).to(torch.int8)[:, None]
     assert torch.equal(torch.cat(found), expected) if count else not found
-    assert server.settle() is None
+    assert server.result() is None
 
 
 def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its_buffer():
@@ -70,7 +71,7 @@ def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its
     submit(server, 4, 6)  # waits for the first
     assert len(decide.seen) >= 2
     assert sum(block.size for block in server._running) <= 4 * ROW_BYTES
-    assert len(server.settle()) == 6 and threading.main_thread() not in decide.threads
+    assert len(server.result()) == 6 and threading.main_thread() not in decide.threads
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -81,9 +82,9 @@ def test_what_goes_wrong_in_the_server_reaches_the_caller(background):
     server = OrderServer(fail, 0, 2**20, background)
     with pytest.raises(ValueError, match="no sign"):
         submit(server, 0, 1)
-        server.settle()
+        server.result()
     with pytest.raises((ValueError, CdgrabError), match="no sign|signs were lost"):  # nor is it forgotten
-        server.settle()
+        server.result()
 
 
 def test_starting_anew_forgets_what_was_collected():
@@ -92,7 +93,7 @@ def test_starting_anew_forgets_what_was_collected():
     submit(server, 0, 3)
     server.start(0)
     submit(server, 0, 2)
-    assert len(server.settle()) == 2
+    assert len(server.result()) == 2
 
 
 @pytest.mark.parametrize("name", GRADIENT_AWARE)

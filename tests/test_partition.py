@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdgrab.config import compose
 from cdgrab.errors import CdgrabError
-from cdgrab.partition import apportion, class_counts, dirichlet, label_skewed
-from cdgrab.tasks import make_task
+from experiments.tasks import make_task
+from experiments.tasks.partition import apportion, class_counts, dirichlet, label_skewed
+from experiments.training.config import compose
 
 
 def split(labels, workers, alpha, seed=0):

@@ -3,9 +3,9 @@
 import pytest
 from process_runs import CASES, EPOCHS, PROCESSES, wanted
 
-from cdgrab.runlog import read_metrics
 from experiments import train
-from scripts.launcher import torchrun
+from experiments.store.records import read_metrics
+from experiments.training.launcher import torchrun
 
 
 @pytest.fixture(scope="module")

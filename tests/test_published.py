@@ -3,9 +3,9 @@
 import pandas as pd
 import pytest
 
-from cdgrab.config import choices
-from cdgrab.published import PAPER, PUBLISHED, SORTERS, published, published_metrics
 from cdgrab.sorters import SORTERS as OUR_SORTERS
+from experiments.report.published import PAPER, PUBLISHED, SORTERS, published, published_metrics
+from experiments.training.config import choices
 
 
 def rows_of(file, **where):

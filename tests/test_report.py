@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from made_up_runs import write_run
+from synthetic_runs import write_run
 
-from cdgrab import report
-from cdgrab.results import Group
-from cdgrab.significance import paired_p, t_two_sided
+from experiments.report import tables as report
+from experiments.report.runs import Group
+from experiments.report.statistics import paired_p, t_two_sided
 from scripts import report as write_report
 
 # two-sided 5 %, 1 % and 0.1 % points of Student's t, from printed tables

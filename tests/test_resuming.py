@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdgrab import checkpoint
-from cdgrab.config import ROOT, compose
 from cdgrab.errors import Stopped
-from cdgrab.runlog import RunLog, read_manifest, read_metrics
-from cdgrab.tasks import make_task
-from cdgrab.train import Trainer
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
+from experiments.store import checkpoint
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import make_task
+from experiments.training.config import compose
+from experiments.training.loop import Trainer
+from experiments.training.runlog import RunLog
 
 SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
 CASES = {
@@ -236,12 +238,12 @@ def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path,
 def test_a_run_stopped_in_its_first_epoch_knows_when_it_began(undisturbed, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     asked = count()
-    monkeypatch.setattr(train.signals.Wish, "__call__", lambda wish: signal.SIGTERM * (next(asked) == 1))
+    monkeypatch.setattr(train.signals.StopRequest, "__call__", lambda stop_request: signal.SIGTERM * (next(asked) == 1))
     assert train.main([*SHORT, f"run_dir={folder}"]) == 75
     assert read_metrics(folder / "metrics.jsonl") == []
     monkeypatch.undo()
     # a clock that is put back, or jumps ahead, while the run is under way: times of day are only written down
-    monkeypatch.setattr("cdgrab.runlog.now", lambda: "1999-12-31T23:59:59+00:00")
+    monkeypatch.setattr("experiments.training.runlog.now", lambda: "1999-12-31T23:59:59+00:00")
     monkeypatch.setattr("time.time", lambda: 1e9 * (-1) ** next(asked))
     began = read_manifest(folder)["started"]
     assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 0

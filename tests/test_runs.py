@@ -11,15 +11,17 @@ from functools import partial
 import pytest
 import torch
 
-from cdgrab import checkpoint, reference
-from cdgrab.clock import PHASES
-from cdgrab.config import ROOT, compose
-from cdgrab.runlog import read_manifest, read_metrics
+from cdgrab.balance import reference
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
-from cdgrab.tasks import make_task
-from cdgrab.train import Trainer
-from cdgrab.workers import WorkerGroup
 from experiments import train
+from experiments.store import checkpoint
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import make_task
+from experiments.training.clock import PHASES
+from experiments.training.config import compose
+from experiments.training.loop import Trainer
 
 
 def run(folder, *settings, expect=0):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import GRADIENT_AWARE, feed, make, make_gradients, run
 
-from cdgrab import CdgrabError, herding, sketches
+from cdgrab import CdgrabError, herding
+from cdgrab.balance import sketch as sketches
 
 kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
 

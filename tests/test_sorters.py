@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cdgrab import CdgrabError
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 
 WIDTH = 7.0
 VARIANTS = [(name, {}) for name in ALL]

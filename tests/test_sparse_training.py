@@ -8,12 +8,13 @@ import sparsify_oracles as oracles
 import torch
 from test_runs import run, without_time
 
-from cdgrab import reference
-from cdgrab.config import ROOT, compose
-from cdgrab.runlog import read_manifest
-from cdgrab.tasks import TASKS, make_task
-from cdgrab.train import Trainer
-from cdgrab.workers import WorkerGroup
+from cdgrab.balance import reference
+from cdgrab.runtime.group import WorkerGroup
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest
+from experiments.tasks import TASKS, make_task
+from experiments.training.config import compose
+from experiments.training.loop import Trainer
 
 
 def test_metrics_equal_an_independent_training_loop_whose_sorter_sees_raw_gradients(tmp_path):

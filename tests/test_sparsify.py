@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from sparsify_checks import VARIANTS
 
 import cdgrab
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, ddp_hook, make_sparsifier, sparsifier_options
 from cdgrab.sparsify.counting import count_reaching
 from cdgrab.sparsify.deft import allot, deal, pieces
 from cdgrab.sparsify.partitions import balanced, block_edges, equal_runs, partition_edges
-from cdgrab.studies.made_up_gradients import LayeredGradients
-from cdgrab.workers import WorkerGroup
+from experiments.studies.synthetic import LayeredGradients
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"
 EXCLUSIVE = [case for case in VARIANTS if case[0] in ("exdyna", "micro", "deft")]

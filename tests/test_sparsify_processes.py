@@ -5,7 +5,7 @@ import torch
 from process_runs import PROCESSES
 from sparsify_checks import DDP, PAUSE, SHAPES, VARIANTS, trained_alone, trajectory
 
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from cdgrab.clock import Clock
-from cdgrab.config import compose
-from cdgrab.runlog import read_metrics
-from cdgrab.steps import CapturedSteps, Steps
-from cdgrab.tasks import make_task
-from cdgrab.train import Trainer
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
+from experiments.store.records import read_metrics
+from experiments.tasks import make_task
+from experiments.training.clock import Clock
+from experiments.training.config import compose
+from experiments.training.loop import Trainer
+from experiments.training.steps import CapturedSteps, Steps
 
 TASKS = {
     "lr_hmda": ["task=lr_hmda", "workers=4"],  # several units a step

@@ -13,12 +13,13 @@ import nbformat
 import pytest
 from omegaconf import OmegaConf
 
-from cdgrab.config import ROOT, choices, compose_config
 from cdgrab.errors import CdgrabError
-from cdgrab.lock import locked
-from cdgrab.studies import collection
-from cdgrab.studies.base import Part, Study, carry_out, compose_study
+from experiments.store.files import ROOT
+from experiments.store.lock import locked
+from experiments.studies import collection
+from experiments.studies.base import Part, Study, carry_out, compose_study
 from experiments.study import main
+from experiments.training.config import choices, compose_config
 
 
 def read_lines(path):

@@ -6,9 +6,9 @@ import torch
 
 import cdgrab
 from cdgrab.errors import CdgrabError
-from cdgrab.studies import rates
-from cdgrab.studies.problems import KINDS, make_problem, sgd_epoch
-from cdgrab.studies.replicas import ReplicatedSorter
+from experiments.studies import rates
+from experiments.studies.problems import KINDS, make_problem, sgd_epoch
+from experiments.studies.replicas import ReplicatedSorter
 
 REPLICATED = [name for name in cdgrab.SORTERS if name != "kh"]
 

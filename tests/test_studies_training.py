@@ -7,18 +7,19 @@ import sys
 
 import pytest
 import torch
-from made_up_studies import TRAINING, answers_of, made_up, settings_of
+from synthetic_studies import TRAINING, answers_of, made_up, settings_of
 
-from cdgrab.config import ROOT, compose
 from cdgrab.errors import CdgrabError
-from cdgrab.runlog import read_metrics
-from cdgrab.significance import holm, paired_p
-from cdgrab.studies import learning_rate, sorters
-from cdgrab.studies.looks import label
-from cdgrab.studies.paired import difference
-from cdgrab.studies.training import outcome, overrides, train
-from cdgrab.tasks import make_task
+from experiments.report.statistics import holm, paired_p
+from experiments.store.files import ROOT
+from experiments.store.records import read_metrics
+from experiments.studies import learning_rate, sorters
+from experiments.studies.paired import difference
+from experiments.studies.style import label
+from experiments.studies.training import outcome, overrides, train
+from experiments.tasks import make_task
 from experiments.train import train as ordinary_run
+from experiments.training.config import compose
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 

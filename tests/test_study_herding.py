@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from made_up_studies import answers, settings_of
+from synthetic_studies import answers, settings_of
 
 import cdgrab
-from cdgrab import reference
-from cdgrab.published import published
-from cdgrab.studies import herding
+from cdgrab.balance import reference
+from experiments.report.published import published
+from experiments.studies import herding
 
 
 def test_random_vectors_are_centred_unit_vectors():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from made_up_studies import answers_of, made_up
+from synthetic_studies import answers_of, made_up
 
-from cdgrab.partition import class_shares
-from cdgrab.studies import heterogeneity
+from experiments.studies import heterogeneity
+from experiments.tasks.partition import class_shares
 
 SHARE = "CIFAR-10: at alpha 0.05 CD-GraB keeps four fifths of its advantage at alpha 100"
 

@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
-from made_up_studies import answers, settings_of
+from synthetic_studies import answers, settings_of
 
-from cdgrab.studies import rates
+from experiments.studies import rates
 
 
 def made_up_rates(settings, exponents, drift=1.0):

@@ -1,9 +1,9 @@
 """The study of scaling: verdicts of made-up runs and times."""
 
 import pandas as pd
-from made_up_studies import answers, made_up
+from synthetic_studies import answers, made_up
 
-from cdgrab.studies import scaling
+from experiments.studies import scaling
 
 
 def measured(time=lambda workers: 1.2, traffic=1.0, growth=0.5, ours=0.0, loss=lambda workers: 0.9):

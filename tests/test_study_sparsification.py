@@ -9,13 +9,19 @@ import torch
 from torch.func import functional_call, grad, vmap
 
 from cdgrab.sparsify import SparseMean, make_sparsifier
-from cdgrab.studies import base, sparsification_figures
-from cdgrab.studies.made_up_gradients import LayeredGradients, SparseModel
-from cdgrab.studies.sparsification import parts
-from cdgrab.studies.sparsification_verdicts import _holds, ablation_table, settling_time, time_table, training_table
-from cdgrab.studies.sparsifiers import PUBLISHED, MatchedMean, label, options_of, selection_seconds, settling
-from cdgrab.tasks import resnet
 from experiments import train
+from experiments.studies import base, sparsification_figures
+from experiments.studies.sparsification import parts
+from experiments.studies.sparsification_verdicts import (
+    _holds,
+    ablation_table,
+    settling_time,
+    time_table,
+    training_table,
+)
+from experiments.studies.sparsifiers import PUBLISHED, MatchedMean, label, options_of, selection_seconds, settling
+from experiments.studies.synthetic import LayeredGradients, SparseModel
+from experiments.tasks import resnet
 
 TINY = ["study=sparsification", "size=smoke", "study.dim=4000", "study.iterations=20", "study.held_dim=4000"]
 TINY += ["study.settling=60", "study.timed_dim=5000", "study.sparse_steps=3", "study.tasks.lstm_wiki2=null"]

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cdgrab.significance import t_quantile
-from cdgrab.studies.verdicts import Claim, Estimate, counted, estimate, judge, judge_every, power_exponents
+from experiments.report.statistics import t_quantile
+from experiments.studies.verdicts import Claim, Estimate, counted, estimate, judge, judge_every, power_exponents
 
 
 @pytest.mark.parametrize(

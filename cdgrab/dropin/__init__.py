@@ -1,5 +1,5 @@
 """Better example orders in anybody's training script: see `OrderedBatchSampler`."""
 
-from .sampler import OrderedBatchSampler
+from cdgrab.dropin.sampler import OrderedBatchSampler
 
 __all__ = ["OrderedBatchSampler"]

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..buckets import common_dtype, places
-from ..errors import CdgrabError
-from .hooks import BackwardPasses, flat
+from cdgrab.dropin.hooks import BackwardPasses, flat
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.ddp import common_dtype, places
 
 if TYPE_CHECKING:
-    from .sampler import OrderedBatchSampler
+    from cdgrab.dropin.sampler import OrderedBatchSampler
 
 AGREEMENT = 1e-3  # how far the sum over examples may be from the batch's gradient, relative to its length
 
@@ -39,14 +39,14 @@ class ExampleGradients:
 
     def hook(self) -> list:
         notes = [layer.register_forward_hook(partial(self._note, name)) for name, layer in layers(self._model)]
-        return notes + BackwardPasses(self._parameters, self._sampler.begins, self._complete).handles
+        return notes + BackwardPasses(self._parameters, self._sampler.start_backward, self._complete).handles
 
     def skip(self) -> None:
         self._rows = None
-        self._sampler.see(self._parameters[0].new_zeros(self._batch(), self._dim))
+        self._sampler.observe(self._parameters[0].new_zeros(self._batch(), self._dim))
 
     def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
-        if self._busy or not torch.is_grad_enabled() or not self._sampler.counts():
+        if self._busy or not torch.is_grad_enabled() or not self._sampler.is_active():
             return
         batch = self._batch()
         if not isinstance(output, Tensor) or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
@@ -88,7 +88,7 @@ class ExampleGradients:
             return
         if not self._checked:
             self._check(rows, gradients)
-        self._sampler.see(rows * len(rows))  # of the mean over the batch, each example has a part of one in so many
+        self._sampler.observe(rows * len(rows))  # of the mean over the batch, each example has a part of one in so many
 
     def _check(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """What was found must add up to the gradient of the batch, else it misses some use of a parameter."""

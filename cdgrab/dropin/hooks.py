@@ -11,8 +11,8 @@ from torch.autograd import Variable
 
 
 class BackwardPasses:
-    """Calls `begins` before the first gradient of every backward pass and, where that says True, `complete` with all of
-    them after the last one, None where a parameter took no part. A pass that fails is not complete.
+    """Calls `start_backward` before the first gradient of every backward pass and, where that returns True, `complete`
+    with all gradients after the last one, None where a parameter took no part. A pass that fails is not complete.
 
     torch.autograd.graph.register_multi_grad_hook is similar, but loses sight of a model that is moved or converted, and
     fails in torch.autograd.grad.
@@ -21,10 +21,10 @@ class BackwardPasses:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        begins: Callable[[], bool],
+        start_backward: Callable[[], bool],
         complete: Callable[[list[Tensor | None]], None] | None = None,
     ) -> None:
-        self._begins, self._complete, self._parameters = begins, complete, len(parameters)
+        self._begins, self._complete, self._parameters = start_backward, complete, len(parameters)
         self._pass, self._wanted = -1, False
         self._found: list[Tensor | None] = []
         self.handles = [parameter.register_hook(partial(self._note, i)) for i, parameter in enumerate(parameters)]

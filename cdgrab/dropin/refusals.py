@@ -8,8 +8,8 @@ from hashlib import sha256
 import torch
 from torch import nn
 
-from ..errors import CdgrabError
-from ..workers import WorkerGroup, one_worker_per_process
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
 WRAPPERS = {  # of accelerate, by class

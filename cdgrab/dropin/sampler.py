@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from ..checks import count, random_seed, refuse_unknown_options
-from ..errors import CdgrabError
-from ..sorters import SORTERS, make_sorter, sorter_options
-from ..sorters.base import Sorter
-from ..state import gathered
-from ..workers import one_worker_per_process
-from . import refusals, units
-from .attachment import Attachment
-from .pace import Pace
+from cdgrab.checks import count, random_seed, refuse_unknown_options
+from cdgrab.dropin import refusals, units
+from cdgrab.dropin.gradients import Attachment
+from cdgrab.dropin.ledger import Pace
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import one_worker_per_process
+from cdgrab.runtime.state import gathered
+from cdgrab.sorters import SORTERS, make_sorter, sorter_options
+from cdgrab.sorters.base import Sorter
 
 UNITS = ("batch", "example")
 STATE_VERSION = 1
@@ -93,7 +93,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of the next epoch; after `load_state_dict` the rest of the one that was interrupted.
 
-        The epoch begins with its first batch: loaders make iterators that they never use.
+        The epoch start_backward with its first batch: loaders make iterators that they never use.
         """
         if self.sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
@@ -225,16 +225,16 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     def skip(self) -> None:
         """The batch that came last gets no backward pass; its gradient counts as zero. On all processes together."""
-        if self._attachment and self.begins():
+        if self._attachment and self.start_backward():
             self._attachment.skip()
 
-    def counts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether gradients belong to a batch now: some epoch is under way."""
         return not (self._paused or self._resuming or self.sorter is None or self.sorter.epoch < 0)
 
-    def begins(self) -> bool:
-        """Called when a backward pass begins. Returns whether it counts; one too many is refused."""
-        counts = self.counts()
+    def start_backward(self) -> bool:
+        """Called when a backward pass start_backward. Returns whether it counts; one too many is refused."""
+        counts = self.is_active()
         if counts:
             self.pace.backward(self._done())
         return counts
@@ -243,23 +243,23 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """What gradients are multiplied by."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
-    def see(self, gradients: Tensor) -> None:
+    def observe(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
         position = self.sorter.position
         if not self.sorter.needs_gradients:  # it was made before the model was known
             gradients = gradients.new_zeros(len(gradients), self.sorter.dim)
         self.sorter.observe(range(position, position + len(gradients)), self._clean(gradients.detach().clone())[None])
-        self._settle()
+        self._end_epoch()
 
-    def see_share(self, share: Tensor) -> None:
-        """This process's coordinates of everybody's next gradient (see `cdgrab.exchange`)."""
-        self.sorter.observe_share(self._clean(share))
-        self._settle()
+    def observe_shard(self, share: Tensor) -> None:
+        """This process's coordinates of everybody's next gradient (see `cdgrab.runtime.mean`)."""
+        self.sorter.observe_shard(self._clean(share))
+        self._end_epoch()
 
-    def _settle(self) -> None:
+    def _end_epoch(self) -> None:
         """With the last gradient of an epoch, where all processes are: one of them may ask for the next order alone."""
         if self.sorter.position == self.sorter.units:
-            self.sorter.settle()
+            self.sorter.drain()
 
     def _clean(self, gradients: Tensor) -> Tensor:
         """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import streams
-from ..errors import CdgrabError
+from cdgrab import streams
+from cdgrab.errors import CdgrabError
 
 
 def share(examples: int, rank: int, processes: int, seed: int, multiple: int | None) -> Tensor:

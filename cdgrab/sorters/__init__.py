@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..checks import refuse_unknown_options
-from ..errors import CdgrabError
-from .balancing import KernelHalving, MeanBalance, PairBalance
-from .base import Sorter
-from .coordinated import CoordinatedPairBalance
-from .oblivious import DistributedRandomReshuffling, FlipFlop, Riffle, ShuffleOnce
+from cdgrab.checks import refuse_unknown_options
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters.balancing import KernelHalving, MeanBalance, PairBalance
+from cdgrab.sorters.base import Sorter
+from cdgrab.sorters.coordinated import CoordinatedPairBalance
+from cdgrab.sorters.oblivious import DistributedRandomReshuffling, FlipFlop, Riffle, ShuffleOnce
 
 # GraB is ID-GraB with one worker; with more it runs in every worker on its own, which is what ID-GraB means.
 SORTERS: dict[str, type[Sorter]] = {
@@ -31,7 +31,7 @@ def sorter_options(name: str) -> tuple[str, ...]:
 
 
 def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0, group=None, **options) -> Sorter:
-    """A sorter by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
+    """A sorter by name. Without a `group` (see `cdgrab.runtime.group`) this process hosts all workers.
 
     Options: `initial` (random | identity) for those that keep an order; `shared` for d_rr; `rule` (greedy | walk) and
     `walk_width` for the balancing sorters; `epochs`, `delta` for kh; for all that look at gradients `sketch` (none |

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels, streams
-from ..balance import kh_penalties, reorder, reorder_pairs
-from ..checks import count, number
-from ..errors import CdgrabError
-from ..order_server import BACKGROUND, LOST, OrderServer, in_background
-from ..sketches import make_sketch
-from .base import Sorter
+from cdgrab import streams
+from cdgrab.balance import kernels
+from cdgrab.balance.rules import kh_penalties, reorder, reorder_pairs
+from cdgrab.balance.sketch import make_sketch
+from cdgrab.checks import count, number
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters.base import Sorter
+from cdgrab.sorters.server import BACKGROUND, LOST, OrderServer, in_background
 
 RULES = ("greedy", "walk")
 BLOCK_BYTES = 2**20  # of rows: much less at a time is a matter of calls rather than of numbers
@@ -96,7 +97,7 @@ class BalancingSorter(Sorter):
     def _next_order(self, epoch: int) -> Tensor:
         if epoch == 0:
             return self._first_order()
-        self.settle()
+        self.drain()
         return self._reordered()
 
     def _start_epoch(self) -> None:
@@ -136,12 +137,12 @@ class BalancingSorter(Sorter):
         # A thread's collectives need a channel of their own, for which all processes must agree: only when asked.
         background = in_background(wanted, on_gpu) if alone or wanted != "auto" else False
         if background and not alone:
-            self.group = self.group.separate()
+            self.group = self.group.new_channel()
         return OrderServer(self._decide, self._block_bytes(), self._buffer_bytes, background)
 
-    def settle(self) -> None:
-        """See `Sorter.settle`: the signs of everything observed."""
-        signs, end = self._server.settle() if self._server else None, self._decided()
+    def drain(self) -> None:
+        """See `Sorter.drain`: the signs of everything observed."""
+        signs, end = self._server.result() if self._server else None, self._decided()
         if signs is not None:
             self._signs[:, end - len(signs) : end] = self._local(signs).T
         if (self._server and self._server.taken != end) or not self._signs[:, :end].all():
@@ -161,12 +162,12 @@ class BalancingSorter(Sorter):
     def load_state_dict(self, state: dict) -> None:
         """See `Sorter.load_state_dict`."""
         if self._server:
-            self._server.rest()  # who decides now adds to the sums that are about to be replaced
+            self._server.drain()  # who decides now adds to the sums that are about to be replaced
         super().load_state_dict(state)
 
     def state_dict(self) -> dict:
         """See `Sorter.state_dict`. With several processes all must call it: pending rows are exchanged first."""
-        self.settle()
+        self.drain()
         return super().state_dict()
 
     def _options(self) -> dict:

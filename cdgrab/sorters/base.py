@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import streams
-from ..checks import count, is_whole, random_seed
-from ..errors import CdgrabError
-from ..state import WorkerState
-from ..workers import WorkerGroup
+from cdgrab import streams
+from cdgrab.checks import all_finite, count, is_whole, random_seed
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.state import WorkerState
 
 STATE_VERSION = 1
 
@@ -30,7 +29,7 @@ class Sorter(WorkerState):
     label: str = ""
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False
-    takes_shares: bool = False  # whether there is an `observe_share` to give it gradients divided by coordinates
+    takes_shards: bool = False  # whether there is an `observe_shard` to give it gradients divided by coordinates
     per_worker: tuple[str, ...] = ("_order",)
 
     def __init__(
@@ -101,7 +100,7 @@ class Sorter(WorkerState):
             self._take(some)
             self._move_on(some.shape[1])
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what is still being decided, so that the next order concerns this process alone. All call this."""
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
@@ -184,11 +183,6 @@ def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
         raise CdgrabError(
             f"{name} must be a tensor or something that becomes one, got {type(value).__name__}"
         ) from error
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """A finite sum has finite terms, and is much cheaper to look at; a sum that overflows needs the closer look."""
-    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _brief(positions: Tensor) -> str:

@@ -7,9 +7,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..errors import CdgrabError
-from .balancing import BLOCK_BYTES, PairBalance
+from cdgrab.balance import kernels
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters.balancing import BLOCK_BYTES, PairBalance
 
 
 class CoordinatedPairBalance(PairBalance):
@@ -29,7 +29,7 @@ class CoordinatedPairBalance(PairBalance):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.divided = self.group.divides(self.row_dim)
-        self.takes_shares = self.divided and self.sketch is None
+        self.takes_shards = self.divided and self.sketch is None
         self._first_share: Tensor | None = None  # of a pair that is still incomplete
         if self.divided:
             self._running = self._running[:, self.group.coordinates(self.row_dim)].clone()
@@ -43,11 +43,11 @@ class CoordinatedPairBalance(PairBalance):
             return super()._block_bytes()
         return self._buffer_bytes / (2 if self.divided else self.group.world_size)
 
-    def observe_share(self, share: Tensor) -> None:
+    def observe_shard(self, share: Tensor) -> None:
         """Like `observe` for the next position, with gradients that have been divided already: this process's
         coordinates of those of all workers, [workers, width]. They belong to the sorter from now on, and whether they
         are finite is for the caller to see."""
-        if not self.takes_shares:
+        if not self.takes_shards:
             raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
         if self._unpaired.shape[1]:  # whole gradients were observed before, or loaded
             self._first_share = self.group.shard(self._unpaired[:, 0]).flatten(0, 1).to(share)
@@ -79,7 +79,7 @@ class CoordinatedPairBalance(PairBalance):
         if self.divided:
             if rows.shape[1] != self.workers:  # not divided yet
                 rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
-            return kernels.balance_divided(rows, running, limits, self.group.total_of_few)
+            return kernels.balance_divided(rows, running, limits, self.group.small_all_reduce)
         everybody = self.group.collect(rows.transpose(0, 1))
         if everybody is None:
             return torch.zeros(limits.shape, dtype=torch.int8)

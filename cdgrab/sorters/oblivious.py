@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import streams
-from ..balance import reorder_pairs
-from ..errors import CdgrabError
-from .base import Sorter
+from cdgrab import streams
+from cdgrab.balance.rules import reorder_pairs
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters.base import Sorter
 
 
 class DistributedRandomReshuffling(Sorter):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ..checks import refuse_unknown_options
-from ..errors import CdgrabError
-from ..workers import WorkerGroup, one_worker_per_process
-from .base import Sparsifier, Stats
-from .cltk import CyclicLocalTopK
-from .ddp import Hook
-from .deft import DEFT
-from .dense import Dense
-from .exdyna import ExDyna
-from .hard_threshold import HardThreshold
-from .mean import SparseMean
-from .micro import MiCRO
-from .sidco import SIDCo
-from .topk import TopK
+from cdgrab.checks import refuse_unknown_options
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
+from cdgrab.sparsify.base import Sparsifier, Stats
+from cdgrab.sparsify.cltk import CyclicLocalTopK
+from cdgrab.sparsify.ddp import Hook
+from cdgrab.sparsify.deft import DEFT
+from cdgrab.sparsify.dense import Dense
+from cdgrab.sparsify.exdyna import ExDyna
+from cdgrab.sparsify.hard_threshold import HardThreshold
+from cdgrab.sparsify.mean import SparseMean
+from cdgrab.sparsify.micro import MiCRO
+from cdgrab.sparsify.sidco import SIDCo
+from cdgrab.sparsify.topk import TopK
 
 SPARSIFIERS: dict[str, type[Sparsifier]] = {
     "dense": Dense,
@@ -37,7 +37,7 @@ def sparsifier_options(name: str) -> tuple[str, ...]:
 def make_sparsifier(
     name: str, *, workers: int, dim: int, density: float = 0.01, group: WorkerGroup | None = None, **options
 ) -> Sparsifier:
-    """A sparsifier by name. Without a `group` (see `cdgrab.workers`) this process hosts all workers.
+    """A sparsifier by name. Without a `group` (see `cdgrab.runtime.group`) this process hosts all workers.
 
     Options: `error_feedback` (true | false) for all but dense; `value` for hard_threshold; `layers` for deft;
     `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative |

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import count
-from ..errors import CdgrabError, NotFiniteError
-from ..exchange import Mean, tree_sum
-from ..sorters.base import all_finite
-from ..state import WorkerState
-from ..workers import WorkerGroup
+from cdgrab.checks import all_finite, count
+from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.mean import Mean, tree_sum
+from cdgrab.runtime.state import WorkerState
 
 STATE_VERSION = 1
 

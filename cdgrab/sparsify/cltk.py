@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Sparsifier
-from .topk import largest
+from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.topk import largest
 
 
 class CyclicLocalTopK(Sparsifier):

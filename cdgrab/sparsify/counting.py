@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .hard_threshold import SMALLEST
+from cdgrab.sparsify.hard_threshold import SMALLEST
 
 LARGEST = 3e38  # of float32
 NEAR = 1.25  # the threshold is looked for within this factor of the last one, then anywhere

@@ -1,6 +1,6 @@
 """A communication hook for DistributedDataParallel that averages gradients by a sparsifier.
 
-A threshold and partitions make sense for the whole gradient only, so the hook collects it (see `cdgrab.buckets`).
+A threshold and partitions make sense for the whole gradient only, so the hook collects it (see `cdgrab.runtime.ddp`).
 Residuals belong to places in that vector, so DDP's regrouping of buckets does not touch them.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..buckets import BucketHook
-from .base import Sparsifier, Stats
+from cdgrab.runtime.ddp import BucketHook
+from cdgrab.sparsify.base import Sparsifier, Stats
 
 
 class Hook(BucketHook):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import count
-from ..errors import CdgrabError
-from .base import Sparsifier
-from .topk import largest
+from cdgrab.checks import count
+from cdgrab.errors import CdgrabError
+from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.topk import largest
 
 
 def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Sparsifier
+from cdgrab.sparsify.base import Sparsifier
 
 
 class Dense(Sparsifier):

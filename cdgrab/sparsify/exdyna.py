@@ -11,13 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import count
-from ..errors import CdgrabError
-from .base import Sparsifier
-from .counting import count_reaching, counted_threshold
-from .hard_threshold import SMALLEST, first_guess, reaching
-from .partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
-from .topk import largest
+from cdgrab.checks import count
+from cdgrab.errors import CdgrabError
+from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.counting import count_reaching, counted_threshold
+from cdgrab.sparsify.hard_threshold import SMALLEST, first_guess, reaching
+from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
+from cdgrab.sparsify.topk import largest
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # about so many passing coordinates are counted; of more a part, which is as good
@@ -135,7 +135,7 @@ class ExDyna(Sparsifier):
         def counts(values: list[float]) -> list[int]:
             nonlocal sent
             sent += self._summed_bytes(self._index_type.itemsize * len(values))
-            return self.group.total(count_reaching(own, values).to(self._index_type)).tolist()
+            return self.group.all_reduce(count_reaching(own, values).to(self._index_type)).tolist()
 
         last = None if self._counted_at < 0 else self._value
         return counted_threshold(counts, self._aim * self.target / every, last), sent

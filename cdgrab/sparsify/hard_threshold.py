@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from ..checks import number
-from .base import Sparsifier
+from cdgrab.checks import number
+from cdgrab.sparsify.base import Sparsifier
 
 SMALLEST = 1.2e-38  # the smallest normal float32: a threshold below would let zeros pass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exdyna import ExDyna
+from cdgrab.sparsify.exdyna import ExDyna
 
 
 class MiCRO(ExDyna):

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from .base import Sparsifier
-from .hard_threshold import SMALLEST, reaching
+from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.hard_threshold import SMALLEST, reaching
 
 KEPT = 0.25  # by every stage but the last
 EVERY = 5  # iterations between adaptations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Sparsifier
+from cdgrab.sparsify.base import Sparsifier
 
 
 def largest(values: Tensor, k: int) -> Tensor:

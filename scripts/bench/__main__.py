@@ -14,11 +14,10 @@ import argparse
 import sys
 
 from cdgrab.errors import CdgrabError
-from cdgrab.workers import DEVICES, pick_device
-
-from ..arguments import Parser
-from . import balance, dropin, epoch, memory, peers, traffic
-from .measure import SIZES, now, store
+from cdgrab.runtime.group import DEVICES, pick_device
+from scripts.arguments import Parser
+from scripts.bench import balance, dropin, epoch, memory, peers, traffic
+from scripts.bench.measure import SIZES, now, store
 
 BENCHMARKS = {
     "balance": balance.measure,

@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cdgrab import OrderedBatchSampler
-from cdgrab.significance import paired_p
-
-from .measure import summary, under_torchrun
+from experiments.report.statistics import paired_p
+from scripts.bench.measure import summary, under_torchrun
 
 PROCESSES, BATCH = 4, 32
 EPOCHS = {"smoke": 2, "quick": 20, "full": 30}

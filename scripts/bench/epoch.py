@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cdgrab import workers
-from cdgrab.clock import Clock
-from cdgrab.config import Run, compose
-from cdgrab.memory import keep_freed_memory
-from cdgrab.tasks import make_task
-from cdgrab.tasks.base import Task
-from cdgrab.train import Trainer
-
-from .measure import finish_on, summary, under_torchrun
+from cdgrab.runtime import group as workers
+from experiments.tasks import make_task
+from experiments.tasks.base import Task
+from experiments.training.clock import Clock
+from experiments.training.config import Run, compose
+from experiments.training.loop import Trainer
+from experiments.training.memory import keep_freed_memory
+from scripts.bench.measure import finish_on, summary, under_torchrun
 
 PROCESSES = {"cpu": 4, "cuda": 1}
 SORTERS = ("d_rr", "cd_grab")
@@ -123,7 +122,7 @@ def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
     }
     for sorter in SORTERS:  # one's wait is another's work: CPU time of all processes together
         of_this = torch.tensor([times["cpu_seconds"] for times in found[sorter]], dtype=torch.float64)
-        for times, cpu_seconds in zip(found[sorter], some.group.total(of_this).tolist(), strict=True):
+        for times, cpu_seconds in zip(found[sorter], some.group.all_reduce(of_this).tolist(), strict=True):
             times["cpu_seconds"] = cpu_seconds
     if some.group.rank == 0:
         Path(f"{target}0").write_text(json.dumps(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdgrab import kernels
+from cdgrab.balance import kernels
 
 NEAR = 1e-6  # of |r||v|: inner products this near to zero may be decided either way
 BYTES = 2**26  # of one kind of rows, unless a single position is larger

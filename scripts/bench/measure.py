@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from cdgrab.bench_results import folder, read_meta, read_rows
 from cdgrab.errors import CdgrabError
-from cdgrab.runlog import cpu_name, git_commit, write_atomically
-from scripts.launcher import torchrun
+from experiments.store.bench import folder, read_meta, read_rows
+from experiments.store.files import write_atomically
+from experiments.store.records import cpu_name, git_commit
+from experiments.training.launcher import torchrun
 
 SIZES = ("smoke", "quick", "full")
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from cdgrab import kernels, workers
-from cdgrab.config import compose
-from cdgrab.memory import return_freed_memory
-
-from .epoch import make_trainer, train_epoch
-from .measure import summary, under_torchrun
+from cdgrab.balance import kernels
+from cdgrab.runtime import group as workers
+from experiments.training.config import compose
+from experiments.training.memory import return_freed_memory
+from scripts.bench.epoch import make_trainer, train_epoch
+from scripts.bench.measure import summary, under_torchrun
 
 WORKERS = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
 RUNS = {"smoke": 1, "quick": 1, "full": 5}  # each gives a number per process

@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 import cdgrab
-from cdgrab.config import Run, compose
-from cdgrab.data import cifar10
-from cdgrab.gradients import FlatParameters
-from cdgrab.tasks import make_task
-from cdgrab.tasks.base import Task, initialised
-from cdgrab.train import Trainer
-from cdgrab.workers import WorkerGroup
-
-from .epoch import train_epoch
-from .measure import finish_on, summary
+from cdgrab.runtime.group import WorkerGroup
+from experiments.data import cifar10
+from experiments.tasks import make_task
+from experiments.tasks.base import Task, initialised
+from experiments.training.config import Run, compose
+from experiments.training.gradients import FlatParameters
+from experiments.training.loop import Trainer
+from scripts.bench.epoch import train_epoch
+from scripts.bench.measure import finish_on, summary
 
 BATCH, MOMENTUM = 16, 0.9
 PEERS = {"grab": "MeanBalance", "grab_pair": "PairBalance"}

@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cdgrab import workers
-from cdgrab.config import Run, compose
-from cdgrab.tasks.base import Task
-from cdgrab.train import Trainer
-
-from .epoch import train_epoch
-from .measure import under_torchrun
+from cdgrab.runtime import group as workers
+from experiments.tasks.base import Task
+from experiments.training.config import Run, compose
+from experiments.training.loop import Trainer
+from scripts.bench.epoch import train_epoch
+from scripts.bench.measure import under_torchrun
 
 DIM = {"smoke": 40_000, "quick": 1_080_000, "full": 1_080_000}  # the LSTM's
 PROCESSES = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}

@@ -12,11 +12,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError, file_error
-
-from .files import files
-from .gradients import gradients
-from .runs import MADE, runs
-from .settings import settings
+from scripts.fuzz.files import files
+from scripts.fuzz.gradients import gradients
+from scripts.fuzz.runs import MADE, runs
+from scripts.fuzz.settings import settings
 
 KINDS = {"settings": settings, "files": files, "runs": runs, "gradients": gradients}
 

@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 
 from scripts.arguments import Parser, positive
-
-from . import KINDS, fuzz
+from scripts.fuzz import KINDS, fuzz
 
 SHARES = {"settings": 0.25, "files": 0.1, "runs": 0.25, "gradients": 0.4}  # of all inputs
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from cdgrab.config import compose
-from cdgrab.tasks import make_task
-
-from .damage import contents, damage
+from experiments.tasks import make_task
+from experiments.training.config import compose
+from scripts.fuzz.damage import contents, damage
 
 
 def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from cdgrab import checkpoint, signals
-from cdgrab.config import compose
 from cdgrab.errors import CdgrabError, DivergedError
-from cdgrab.runlog import read_manifest, read_metrics
 from experiments import train
-
-from .damage import contents, damage
-from .gradients import DTYPES, NUMBERS
+from experiments.store import checkpoint
+from experiments.store.records import read_manifest, read_metrics
+from experiments.training import signals
+from experiments.training.config import compose
+from scripts.fuzz.damage import contents, damage
+from scripts.fuzz.gradients import DTYPES, NUMBERS
 
 MADE = "made by a checkpoint"
 
@@ -70,13 +70,13 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
 def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
     """The folder of a run that was stopped in its second epoch, and what it comes to when it goes on."""
     folder, steps = scratch / "good", iter(range(10**6))
-    asked = signals.Wish.__call__
-    signals.Wish.__call__ = lambda wish: signal.SIGTERM * (next(steps) == 5)
+    asked = signals.StopRequest.__call__
+    signals.StopRequest.__call__ = lambda stop_request: signal.SIGTERM * (next(steps) == 5)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             status = train.main([*overrides, f"run_dir={folder}", "checkpoint.every_steps=1"])
     finally:
-        signals.Wish.__call__ = asked
+        signals.StopRequest.__call__ = asked
     assert status == signals.REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
     shutil.rmtree(folder / "logs")
     shutil.copytree(folder, scratch / "whole")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cdgrab.config import choices, compose, compose_config, flatten
-from cdgrab.workers import WorkerGroup
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
+from experiments.training.config import choices, compose, compose_config, flatten
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
 WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]

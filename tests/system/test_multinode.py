@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cdgrab.config import ROOT
-from cdgrab.runlog import read_manifest, read_metrics
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest, read_metrics
 
 HOSTS = {"cdgrab-a": "10.77.0.1", "cdgrab-b": "10.77.0.2"}
 NAMES = Path("/etc/netns")  # what `ip netns exec` shows to a namespace as its /etc

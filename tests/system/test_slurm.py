@@ -9,8 +9,8 @@ import time
 import pytest
 import slurm
 
-from cdgrab.config import ROOT
-from cdgrab.runlog import read_manifest, read_metrics
+from experiments.store.files import ROOT
+from experiments.store.records import read_manifest, read_metrics
 
 RUN = ["data=embedded", "size=smoke", "task=lr_hmda", "workers=2", "compile=off"]
 NAME = "slurm_test"

@@ -1,0 +1,1 @@
+"""Sign rules, reordering and their fast kernels: pure mathematics."""

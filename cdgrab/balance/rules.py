@@ -1,0 +1,144 @@
+"""Sign rules and reordering: pure functions, on any device. `kernels` holds fast versions, proven equal to these.
+
+Balancing keeps a running sum r. For each vector v it picks a sign s and sets r += s·v, so that r stays small.
+All rules of this project decide in the same form,
+
+    s = +1  if  <r, v> <= limit  else  -1,
+
+and differ only in the limit:
+
+* greedy (CD-GraB, Algorithm 1 as published experiments run it): limit = 0; ties go to +1;
+* self-balancing walk (Alweiss, Liu, Sawhney 2021; what the theory assumes): s = +1 with probability
+  1/2 − <r, v>/(2w), which is limit = w·u with u ~ Unif[−1, 1];
+* KH-SGD (Low-Rank Thinning, 2025): limit = u·threshold, the threshold adapting to the vectors seen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cdgrab.errors import CdgrabError
+
+# Rows that cancel leave zero in these loops, and a tie. Where inner products are sums over blocks of rows instead, a
+# few last bits may be left, which must not decide: relative to the terms, they count as zero.
+ROUNDING = 2.0**-46
+
+
+def greedy_sign(running: Tensor, vector: Tensor) -> int:
+    """+1 if <running, vector> <= 0, else −1."""
+    return 1 if float(running @ vector) <= 0.0 else -1
+
+
+def walk_sign(running: Tensor, vector: Tensor, width: float, uniform: float, strict: bool = False) -> int:
+    """Sign of the self-balancing walk for one draw `uniform` from Unif[−1, 1].
+
+    `strict` applies the theory's failure test: |<r, v>| > w or ‖r‖_∞ > w means the walk has failed. Common practice
+    (and the default) goes on, with the probability clipped to [0, 1].
+    """
+    inner = float(running @ vector)
+    if strict and (abs(inner) > width or float(running.abs().max()) > width):
+        raise CdgrabError(
+            f"the self-balancing walk failed: <r, v> = {inner:.3g} or the running sum is beyond w = {width:g}"
+        )
+    return 1 if inner <= width * uniform else -1
+
+
+def kh_threshold(q: float, squared_norm: float, penalty: float) -> tuple[float, float]:
+    """Threshold and next q of KH-SGD (`method`: ρ = q·pen/b; q starts at 0 in every epoch)."""
+    b = squared_norm
+    if b == 0.0:  # equal gradients: any sign will do, nothing is learnt about the scale
+        return 0.0, q
+    rho = q * penalty / b
+    if rho <= 1.0:
+        return b, 2.0 * b
+    root = math.sqrt(rho)
+    return root * b, q + 2.0 * b * max(penalty + 0.5 - root, 0.0) / penalty
+
+
+def kh_penalties(pairs: int, epoch: int, epochs: int, delta: float = 0.5) -> Tensor:
+    """ln[(4/δ)(ln E + 1)(ln h + 1)·i·k] for the pairs i = 1 … h of epoch k = 1 … E. Float64 [pairs]."""
+    if pairs == 0:
+        return torch.zeros(0, dtype=torch.float64)
+    index = torch.arange(1, pairs + 1, dtype=torch.float64)
+    return torch.log(4.0 / delta * (math.log(epochs) + 1.0) * (math.log(pairs) + 1.0) * index * epoch)
+
+
+def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+    """Signs of `rows`, one by one: positions in order, workers in rank order inside each position.
+
+    rows     [positions, workers, dim]
+    running  [1, dim] one sum shared by all workers (CD-GraB), or [workers, dim] one each (ID-GraB); updated in place
+    limits   [positions, workers]
+    returns  int8 [positions, workers]
+
+    No host synchronisation: works on any device as it is.
+    """
+    positions, workers, _ = rows.shape
+    signs = torch.empty(positions, workers, dtype=torch.int8, device=rows.device)
+    for k in range(positions):
+        for w in range(workers):
+            r = running[w if len(running) > 1 else 0]
+            v = rows[k, w].to(r.dtype)
+            sign = torch.where(torch.dot(r, v) <= limits[k, w], 1.0, -1.0)
+            r += sign.to(r.dtype) * v
+            signs[k, w] = sign
+    return signs
+
+
+def balance_centred(
+    gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
+) -> Tensor:
+    """Mean balancing (GraB): like `balance` with one sum per worker, on gradient − stale mean.
+
+    gradients [positions, workers, dim]; running, stale_mean, fresh_sum [workers, dim]. `fresh_sum` collects the
+    gradients, one by one, so that the result does not depend on how the epoch was split into calls.
+    """
+    signs = torch.empty(gradients.shape[:2], dtype=torch.int8, device=gradients.device)
+    for k in range(len(gradients)):
+        rows = gradients[k].to(running.dtype)
+        signs[k] = balance((rows - stale_mean)[None], running, limits[k : k + 1])[0]
+        fresh_sum += rows
+    return signs
+
+
+def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
+    """KH-SGD's signs, each worker on its own. rows [positions, workers, dim]; running [workers, dim], q [workers]
+    (both updated in place); penalties [positions]; uniforms [positions, workers] from Unif[−1, 1]."""
+    signs = torch.empty(rows.shape[:2], dtype=torch.int8, device=rows.device)
+    for k in range(len(rows)):
+        for w in range(rows.shape[1]):
+            v = rows[k, w].to(running.dtype)
+            threshold, q[w] = kh_threshold(float(q[w]), float(v @ v), float(penalties[k]))
+            sign = 1 if float(running[w] @ v) <= float(uniforms[k, w]) * threshold else -1
+            running[w] += sign * v
+            signs[k, w] = sign
+    return signs
+
+
+def reorder(order: Tensor, signs: Tensor) -> Tensor:
+    """New order = the +1 units in visiting order, then the −1 units in reverse visiting order.
+
+    order int64 [workers, units]; signs [workers, units], sign of the unit visited at each position. Units without a
+    sign (0) come in between, in visiting order.
+    """
+    plus, minus = signs > 0, signs < 0
+    left, right = plus.cumsum(1), order.shape[1] - minus.cumsum(1)
+    between = left[:, -1:] + (signs == 0).cumsum(1) - 1
+    slots = torch.where(plus, left - 1, torch.where(minus, right, between))
+    return torch.empty_like(order).scatter_(1, slots, order)
+
+
+def reorder_pairs(order: Tensor, pair_signs: Tensor) -> Tensor:
+    """Pair form of `reorder`: pair k with sign s fills slot k from the left and slot k from the right.
+
+    pair_signs [workers, units // 2]: +1 puts the first unit of the pair left, −1 the second. The unpaired last unit
+    of an odd count keeps its place in the middle.
+    """
+    units = order.shape[1]
+    signs = torch.zeros_like(order, dtype=pair_signs.dtype)
+    signs[:, 0 : units - units % 2 : 2] = pair_signs
+    signs[:, 1::2] = -pair_signs
+    return reorder(order, signs)

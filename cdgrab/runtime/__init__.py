@@ -1,0 +1,1 @@
+"""Logical workers on processes: the only place that imports torch.distributed."""

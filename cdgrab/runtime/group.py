@@ -1,0 +1,284 @@
+"""Logical workers on processes, and every collective of the project.
+
+`workers` belongs to the experiment; how many processes host them is a deployment detail. A process hosts
+workers / world_size consecutive workers. Collectives return tensors in worker order, so that whatever is summed over
+workers afterwards is summed in the same order, to the last bit, for every process count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdgrab.errors import CdgrabError, CollectiveError
+from cdgrab.runtime.rendezvous import meet
+
+DEVICES = ("auto", "cpu", "cuda")
+FEW = 2**16  # bytes up to which a sum takes as long as its rounds
+WHOLE = 2**16  # numbers of all processes together up to which one collective is faster than two with less traffic
+
+# The first name is new in torch 2.13, where the second is deprecated.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes that this process sent, as the ring algorithms of the collectives send them."""
+
+    sent: int = 0
+    calls: int = 0  # collectives begun
+    last: str = ""  # the name of the last one
+
+    @contextlib.contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Around every one, so that it can be told who waits for whom in which."""
+        self.calls, self.last = self.calls + 1, name
+        number = self.calls  # another thread may begin one meanwhile
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(name, number, str(error).partition("\n")[0]) from error
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """Which of the logical workers this process hosts, and how to reach the others."""
+
+    workers: int
+    rank: int = 0
+    world_size: int = 1
+    traffic: Traffic = field(default_factory=lambda: Traffic(), compare=False)
+    channel: object = None  # a torch.distributed process group; None: the one that all share
+    timeout: float | None = None  # seconds that a collective may take; None: torch's own limit
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise CdgrabError(f"workers must be at least 1, got {self.workers}")
+        if self.workers % self.world_size:
+            fits = [n for n in range(1, self.workers + 1) if self.workers % n == 0]
+            raise CdgrabError(
+                f"workers={self.workers} cannot be split evenly over {self.world_size} processes; "
+                f"start {', '.join(map(str, fits[:-1]))}{' or ' if fits[:-1] else ''}{fits[-1]} instead"
+            )
+
+    @property
+    def local_workers(self) -> int:
+        return self.workers // self.world_size
+
+    @property
+    def local(self) -> slice:
+        """The workers hosted here."""
+        return slice(self.rank * self.local_workers, (self.rank + 1) * self.local_workers)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[n, ...] of every process, the same n -> [n · processes, ...] in rank order, on every process.
+
+        What a process has for each of its workers comes out in worker order.
+        """
+        if self.world_size == 1:
+            return tensor
+        out = tensor.new_empty((len(tensor) * self.world_size, *tensor.shape[1:]))
+        if out.numel():
+            with self.traffic.collective("all-gather"):
+                _all_gather(out, tensor.contiguous(), group=self.channel)
+            self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
+        return out
+
+    def collect(self, tensor: Tensor) -> Tensor | None:
+        """Like `gather`, on the first process; None on the others."""
+        if self.world_size == 1:
+            return tensor
+        if self.rank:
+            with self.traffic.collective("gather"):
+                dist.gather(tensor.contiguous(), group_dst=0, group=self.channel)
+            self.traffic.sent += _bytes(tensor)
+            return None
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        with self.traffic.collective("gather"):
+            dist.gather(tensor.contiguous(), list(out), group_dst=0, group=self.channel)
+        return out.flatten(0, 1)
+
+    def divides(self, dim: int) -> bool:
+        """Whether vectors of this length are divided among the processes by coordinates instead of sent whole."""
+        return self.world_size > 1 and dim * self.world_size > WHOLE
+
+    def widths(self, dim: int) -> list[int]:
+        """How many of `dim` coordinates each process takes when they are divided."""
+        return [dim // self.world_size + (rank < dim % self.world_size) for rank in range(self.world_size)]
+
+    def coordinates(self, dim: int) -> slice:
+        """Those of this process."""
+        widths = self.widths(dim)
+        start = sum(widths[: self.rank])
+        return slice(start, start + widths[self.rank])
+
+    def shard(self, rows: Tensor) -> Tensor:
+        """rows [..., dim] of every process -> [processes, ..., width]: this process's coordinates of all rows."""
+        if self.world_size == 1:
+            return rows[None]
+        widths = self.widths(rows.shape[-1])
+        mine, count = widths[self.rank], rows.shape[:-1].numel()
+        if count == 1:
+            outgoing = rows.contiguous().flatten()
+        else:  # coordinates of one process next to each other
+            outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
+        out = rows.new_empty((self.world_size, *rows.shape[:-1], mine))
+        sizes = [width * count for width in widths]
+        with self.traffic.collective("all-to-all"):
+            dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
+        self.traffic.sent += _bytes(rows) - mine * count * rows.element_size()
+        return out
+
+    def unshard(self, mine: Tensor, dim: int) -> Tensor:
+        """[width] of every process -> [dim], on every process."""
+        if self.world_size == 1:
+            return mine
+        if not mine.is_cuda:
+            return self._exchanged(mine, dim)
+        widths = self.widths(dim)
+        padded = mine if len(mine) == widths[0] else torch.cat([mine, mine.new_zeros(widths[0] - len(mine))])
+        everybody = self.gather(padded)
+        if widths[-1] == widths[0]:
+            return everybody
+        rows = everybody.view(self.world_size, -1)
+        return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
+
+    def _exchanged(self, mine: Tensor, dim: int) -> Tensor:
+        """`unshard` in one round, from everybody to everybody: the ring of a gather has a round for each process, and
+        where processes share cores a round is what takes time. gloo does this on a CPU only."""
+        whole = mine.new_empty(dim)
+        parts = whole.split(self.widths(dim))
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        with self.traffic.collective("exchange"):
+            waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
+            waits += [dist.isend(mine, group=self.channel, group_dst=peer) for peer in others]
+            parts[self.rank].copy_(mine)
+            for wait in waits:
+                wait.wait()
+        self.traffic.sent += _bytes(mine) * len(others)
+        return whole
+
+    def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
+        """What `shard` made of one row per worker, [workers, width] -> those of the local workers, [local, dim]."""
+        own = range(self.workers)[self.local]
+        whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
+        return torch.stack(whole)  # one at a time: nobody holds those of all workers
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, on every process. `tensor` is overwritten."""
+        if self.world_size > 1:
+            with self.traffic.collective("all-reduce"):
+                dist.all_reduce(tensor, group=self.channel)
+            self.traffic.sent += 2 * _bytes(tensor) * (self.world_size - 1) // self.world_size
+        return tensor
+
+    def small_all_reduce(self, tensor: Tensor) -> Tensor:
+        """Like `all_reduce`, in one round instead of several, which is what takes the time for few numbers."""
+        if self.world_size > 1 and _bytes(tensor) <= FEW:
+            sent = tensor.flatten().repeat(self.world_size)
+            everybody = torch.empty_like(sent)
+            with self.traffic.collective("all-to-all"):
+                dist.all_to_all_single(everybody, sent, group=self.channel)
+            self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
+            return tensor.copy_(everybody.view(self.world_size, *tensor.shape).sum(0))
+        return self.all_reduce(tensor)
+
+    def gather_uneven(self, rows: list[Tensor]) -> list[Tensor]:
+        """One vector for each worker hosted here, of any length -> the vectors of all workers, on every process.
+
+        They travel padded to the longest: collectives take rows of one length only.
+        """
+        if self.world_size == 1:
+            return rows
+        counts = self.gather(torch.tensor([len(row) for row in rows], dtype=torch.int32, device=rows[0].device))
+        counts = counts.tolist()
+        padded = torch.stack([torch.cat([row, row.new_zeros(max(counts) - len(row))]) for row in rows])
+        return [row[:count] for row, count in zip(self.gather(padded), counts, strict=True)]
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        """What the process that hosts `worker` passes as `tensor`, on every process. It is overwritten elsewhere."""
+        if self.world_size > 1:
+            host = worker // self.local_workers
+            with self.traffic.collective("broadcast"):
+                dist.broadcast(tensor, group_src=host, group=self.channel)
+            self.traffic.sent += _bytes(tensor) * (self.rank != (host - 1) % self.world_size)  # passed on in a ring
+        return tensor
+
+    def new_channel(self) -> WorkerGroup:
+        """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
+        if self.world_size == 1:
+            return self
+        limit = timedelta(seconds=self.timeout) if self.timeout else None
+        ranks = None if self.channel is None else dist.get_process_group_ranks(self.channel)
+        new = dist.new_group(ranks, limit, "gloo", use_local_synchronization=ranks is not None)
+        return replace(self, channel=new)
+
+    def backends(self) -> str:
+        """What connects the processes, by device, such as cpu:gloo,cuda:nccl; empty where there is but one."""
+        return str(dist.get_backend_config(self.channel)) if self.world_size > 1 else ""
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            with self.traffic.collective("barrier"):
+                dist.barrier()
+
+
+def launched_rank() -> int:
+    """This process's rank as torchrun tells it; 0 outside torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
+def launched_world_size() -> int:
+    """Number of processes as torchrun tells it; 1 outside torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def pick_device(wanted: str = "auto") -> torch.device:
+    """auto: a GPU when there is one. Ranks share GPUs in turn when there are fewer GPUs than ranks."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise CdgrabError("device=cuda was asked for, but no GPU is available here; use device=cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
+    """Join the processes that torchrun started (or none) and divide the workers among them. A collective that takes
+    longer than `timeout` seconds fails.
+
+    gloo throughout: it takes CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
+    """
+    # refuses a bad split before any connection
+    group = WorkerGroup(workers, launched_rank(), launched_world_size(), timeout=timeout)
+    if group.world_size > 1 and not dist.is_initialized():
+        meet(group.rank, group.world_size, timeout)
+    return group
+
+
+def one_worker_per_process(channel: object = None) -> WorkerGroup:
+    """The processes that are connected already, each hosting one worker; `channel`: those of a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if launched_world_size() > 1:
+            raise CdgrabError(
+                f"there are {launched_world_size()} processes, but they are not connected: "
+                "call torch.distributed.init_process_group first"
+            )
+        return WorkerGroup(1)
+    processes = dist.get_world_size(channel)
+    return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

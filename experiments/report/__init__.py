@@ -1,0 +1,1 @@
+"""What came out: tables, figures and statistics, read from results/ alone."""

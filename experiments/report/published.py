@@ -1,0 +1,109 @@
+"""The paper's own curves: which file under results/paper holds which panel of which figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pandas as pd
+
+from experiments.store.files import ROOT
+
+PAPER = ROOT / "results" / "paper"
+AXES = ("epoch", "seconds")
+SORTERS = {"CD-GraB": "cd_grab", "D-RR": "d_rr", "ID-GraB (Bal)": "id_grab_bal", "ID-GraB (PairBal)": "id_grab_pair"}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Panels of one file; {axis} is epoch or seconds, {column} the value that tells a figure's columns apart."""
+
+    file: str
+    panels: dict[str, str]  # the metric of our runs -> the panel
+    axes: tuple[str, ...] = AXES
+    paired: bool = False  # the point at epoch x stands for epochs x and x + 1
+
+
+def _figure3(figure: str, metrics: dict[str, str], **options) -> Curves:
+    return Curves(
+        "fig3_published", {ours: f"{figure}/{theirs}/{{axis}}" for ours, theirs in metrics.items()}, **options
+    )
+
+
+# Files of one experiment in the order in which they are believed: a later one only adds series that are missing.
+# Perplexities are the published code's, which our runs log under a name of their own.
+PUBLISHED: dict[str, tuple[Curves, ...]] = {
+    "fig3a_lr_hmda": (
+        _figure3("fig3a_lr_hmda", {"train_loss": "train_loss", "test_accuracy": "test_accuracy"}, paired=True),
+        Curves("lr_hmda_{axis}", {"train_loss": "train_loss", "test_accuracy": "test_acc"}, paired=True),
+    ),
+    "fig3b_lstm_wiki2": (
+        _figure3("fig3b_lstm_wiki2", {"train_loss": "train_loss", "test_ppl_authors": "test_ppl"}),
+        Curves("lstm_wiki2_{axis}", {"train_loss": "train_loss", "test_ppl_authors": "test_ppl"}),
+    ),
+    "fig3c_mlp_m4": (_figure3("fig3c_mlp_m4", {"train_loss": "train_loss", "test_smape": "test_smape"}),),
+    "fig3c_mlp_m4_4workers": (Curves("mlp_m4_{axis}", {"train_loss": "train_loss", "test_smape": "test_smape"}),),
+    "fig4_cifar10_workers": (
+        Curves(
+            "lenet_cifar10_workers",
+            {"train_loss": "workers={column}/train_loss", "test_accuracy": "workers={column}/test_acc"},
+            axes=("epoch",),
+        ),
+    ),
+    "fig9_cifar10_herding": (
+        Curves("lenet_cifar10_herding", {"herding_per_vector": "workers={column}"}, axes=("epoch",), paired=True),
+    ),
+    "fig12_cifar10_lr": (
+        Curves(
+            "lenet_cifar10_lr",
+            {"train_loss": "lr={column}/train_loss", "test_accuracy": "lr={column}/test_acc"},
+            axes=("epoch",),
+        ),
+    ),
+    "fig11_gpt2_wiki103": (
+        Curves("gpt2_wiki103_epoch", {"train_loss": "train_loss", "val_ppl_authors": "test_ppl"}, axes=("epoch",)),
+    ),
+    "study_herding": (Curves("random_herding", {"bound": "{column}"}, axes=("epoch",)),),
+    "table1_glue": (
+        Curves("table1_glue", {"val_accuracy": "{column}", "val_accuracy_mm": "{column}-mm"}, axes=("epoch",)),
+    ),
+}
+
+
+def published(
+    experiment: str, metric: str, axis: str = "epoch", column: str | float | None = None
+) -> dict[str, pd.DataFrame]:
+    """The paper's curves by series name: x (epoch or seconds), mean, low and high (± std, or the extreme seeds).
+
+    Pairs of epochs are put at their centre. Empty where nothing was published.
+    """
+    curves: dict[str, pd.DataFrame] = {}
+    for source in PUBLISHED.get(experiment, ()):
+        if metric not in source.panels or axis not in source.axes:
+            continue
+        table = _read(source.file.format(axis=axis))
+        panel = source.panels[metric].format(axis=axis, column=_as_printed(column))
+        for series, rows in table[table["panel"] == panel].groupby("series"):
+            x = rows["x"] + (0.5 if source.paired and axis == "epoch" else 0.0)
+            curves.setdefault(series, rows[["mean", "low", "high"]].assign(x=x).reset_index(drop=True))
+    return dict(sorted(curves.items()))
+
+
+def published_metrics(experiment: str) -> tuple[str, ...]:
+    """The metrics of our runs that the paper gives for an experiment."""
+    return tuple(dict.fromkeys(metric for source in PUBLISHED.get(experiment, ()) for metric in source.panels))
+
+
+@cache
+def _read(file: str) -> pd.DataFrame:
+    table = pd.read_csv(PAPER / f"{file}.csv").dropna(subset="mean")  # empty: outside the drawn range
+    if "figure" in table:
+        table["panel"] = table["figure"] + "/" + table["metric"] + "/" + table["axis"]
+    if "min" in table:
+        return table.assign(low=table["min"], high=table["max"])
+    return table.assign(low=table["mean"] - table["std"], high=table["mean"] + table["std"])
+
+
+def _as_printed(column: str | float | None) -> str:
+    """Learning rates as the panels name them: 5e-4."""
+    return f"{column:.0e}".replace("e-0", "e-") if isinstance(column, float) else str(column)

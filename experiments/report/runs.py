@@ -1,0 +1,250 @@
+"""Reading results/runs: groups of runs of one experiment on one data source, and sweeps of such groups."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from cdgrab.errors import CdgrabError
+from experiments.store.files import RESULTS
+from experiments.store.records import read_manifest, read_metrics
+from experiments.tasks import TASKS
+
+LABELS = {"riffle": "riffle (no balancing)", "d_rr,shared=True": "D-RR, shared order"}
+HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
+PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one experiment on one data source with the same settings: results/runs/<task>/<experiment>/<source>."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Used for files: fig3a_lr_hmda-NJ-2017."""
+        return f"{self.directory.parent.name}-{self.source}"
+
+    @property
+    def source(self) -> str:
+        """Data source, size and changed settings, as the folder has it: NJ-2017,epochs=10."""
+        return self.directory.name
+
+    @cached_property
+    def manifests(self) -> list[dict]:
+        """Of the finished runs, by sorter and seed."""
+        found = [read_manifest(path.parent) | {"path": path.parent} for path in self.directory.glob("*/manifest.json")]
+        return sorted((m for m in found if m.get("status") == "finished"), key=lambda m: (_variant(m), m["seed"]))
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """One row per sorter, seed and epoch; `elapsed` is the training time since the start."""
+        tables = []
+        for manifest in self.manifests:
+            path = manifest["path"] / "metrics.jsonl"
+            lines = read_metrics(path)
+            if len(lines) != (epochs := manifest["science"].get("epochs", len(lines))):
+                raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")
+            table = pd.DataFrame(lines)
+            table["elapsed"] = table["seconds"].cumsum()
+            tables.append(table.assign(sorter=_variant(manifest), seed=manifest["seed"]))
+        return pd.concat(tables, ignore_index=True)
+
+    @property
+    def sorters(self) -> list[str]:
+        return list(dict.fromkeys(_variant(m) for m in self.manifests))
+
+    def label(self, sorter: str) -> str:
+        manifest = next(m for m in self.manifests if _variant(m) == sorter)
+        plain = manifest["sorter_label"] + sorter.removeprefix(manifest["sorter"]).replace(",", ", ")
+        return LABELS.get(sorter, plain)
+
+    def curve(self, sorter: str, metric: str) -> pd.DataFrame:
+        """Mean, std (over seeds, as numpy has it) and mean elapsed seconds by epoch; only epochs with the metric."""
+        by_epoch = self._measured(sorter, metric).groupby("epoch")
+        spread = by_epoch[metric].std(ddof=0)
+        return pd.DataFrame({"mean": by_epoch[metric].mean(), "std": spread, "elapsed": by_epoch["elapsed"].mean()})
+
+    def final(self, sorter: str, metric: str) -> pd.Series:
+        """The last epoch's value of every seed."""
+        rows = self._measured(sorter, metric)
+        return rows[rows["epoch"] == rows["epoch"].max()].set_index("seed")[metric].sort_index()
+
+    def best(self, sorter: str, metric: str) -> pd.Series:
+        """The highest value of every seed."""
+        return self._measured(sorter, metric).groupby("seed")[metric].max()
+
+    @property
+    def column(self) -> str | float | None:
+        """This group's value of that setting. Embedded sentences are none of GLUE's datasets."""
+        first = self.manifests[0]
+        if self.columns == "task.dataset" and first["data"]["embedded"]:
+            return "embedded"
+        return first["science"].get(self.columns)
+
+    @property
+    def like_the_paper(self) -> bool:
+        """All of the paper's data, and its settings but perhaps fewer epochs: its curves may be drawn beside.
+
+        The folder's name tells which settings differ from the experiment's, which are the paper's. A model that was
+        trained on must come from runs with all of the paper's data and settings, and all epochs.
+        """
+        changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
+        linear = any(m["science"].get("task.schedule.kind") == "linear" for m in self.manifests)  # ends with the epochs
+        harmless = HARMLESS - ({"epochs"} if linear else set())
+        own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
+        started = {name for m in self.manifests for name in pretrained_by(m)}
+        return own and changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
+
+    def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
+        """Beside the paper's curves, perplexities are those that the published code computes."""
+        return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the seconds mean anything: runs that shared a GPU took turns on it."""
+        return all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
+
+    def caption(self) -> str:
+        return caption(self.manifests)
+
+    @property
+    def columns(self) -> str:
+        """The setting whose values are the columns of this experiment's figure; empty: it has one column."""
+        return self.manifests[0].get("config", {}).get("columns") or ""
+
+    def _measured(self, sorter: str, metric: str) -> pd.DataFrame:
+        rows = self.metrics[self.metrics["sorter"] == sorter]
+        return rows.dropna(subset=metric) if metric in rows else rows.iloc[:0].assign(**{metric: 0.0})
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Groups that differ in one setting only: the columns of one figure."""
+
+    setting: str
+    source: str  # as of a group, without the setting
+    groups: tuple[Group, ...]  # by the setting's value
+
+    @property
+    def manifests(self) -> list[dict]:
+        return [manifest for group in self.groups for manifest in group.manifests]
+
+    def caption(self) -> str:
+        return caption(self.manifests)
+
+
+def pretrained_by(manifest: dict) -> set[str]:
+    """The runs whose model a run started from, as <experiment>/<data source and settings>."""
+    names = [name.partition("checkpoint ")[2] for name in manifest["data"].get("checksums", {})]
+    return {name.rpartition("/")[0] for name in names if name}
+
+
+def groups(experiment: str) -> list[Group]:
+    """All groups of an experiment that have finished runs; only the one named by CDGRAB_GROUP when that is set."""
+    only = _only(experiment)
+    return _finished(experiment, [only] if only else _folders(experiment))
+
+
+def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:
+    """Groups that agree in all but `setting` and log `metric`; only CDGRAB_GROUP's sweep when that is set."""
+    only = _only(experiment)
+    wanted = without(only.name, setting) if only else None
+    sources: dict[str, list[Group]] = {}
+    for group in _finished(experiment, _folders(experiment), metric):
+        sources.setdefault(without(group.source, setting), []).append(group)
+    if wanted is not None and wanted not in sources:
+        raise _nothing(f"{experiment} in {only}")
+    return [
+        Sweep(setting, source, tuple(sorted(members, key=lambda group: group.manifests[0]["science"][setting])))
+        for source, members in sources.items()
+        if wanted in (None, source)
+    ]
+
+
+def without(source: str, setting: str | None) -> str:
+    """A group's folder name without one of its changed settings."""
+    return re.sub(rf",{re.escape(_short(setting))}=[^,]*", "", source) if setting else source
+
+
+def caption(manifests: list[dict]) -> str:
+    """Data source, size, settings, seeds and commit in one line."""
+
+    def all_of(values: list) -> str:
+        return ", ".join(f"{value:g}" for value in sorted(set(values)))
+
+    data = manifests[0]["data"]
+    runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
+    count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
+    settings = [m["science"] for m in manifests]
+    sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
+    counted = TASKS[task][0].counted if (task := manifests[0].get("task")) in TASKS else "rows"
+    return (
+        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} {counted} · "
+        f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "
+        f"batch {all_of([s['task.batch'] for s in settings])}, lr {all_of([s['task.lr'] for s in settings])}"
+        f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
+        f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
+        f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
+    )
+
+
+def _size(manifests: list[dict]) -> str:
+    """size paper; size quick; size paper with epochs=8, limit=12800."""
+    sizes = sorted({m.get("size", "paper") for m in manifests})
+    names = [without(m["path"].parent.name, m.get("config", {}).get("columns")) for m in manifests]
+    changed = dict.fromkeys(part for name in names for part in name.split(",")[1:])
+    return f"size {', '.join(sizes)}" + (f" with {', '.join(changed)}" if changed else "")
+
+
+def _machine(manifests: list[dict]) -> str:
+    """What the times were measured on, and whether runs had to share it."""
+    devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
+    most = max(map(_jobs, manifests))
+    return ", ".join(devices) + (f", up to {most} runs at a time" if most > 1 else "")
+
+
+def _jobs(manifest: dict) -> int:
+    return manifest.get("config", {}).get("jobs", 1)
+
+
+def _variant(manifest: dict) -> str:
+    """The sorter and its changed options, as the run's folder has them."""
+    return manifest["path"].name.rpartition("-s")[0]
+
+
+def _short(setting: str) -> str:
+    """As folder names have it."""
+    return setting.removeprefix("task.")
+
+
+def _only(experiment: str) -> Path | None:
+    """The folder that CDGRAB_GROUP names, which must be one of this experiment's."""
+    if not (named := os.environ.get("CDGRAB_GROUP")):
+        return None
+    if Path(named).parent.name != experiment:
+        raise CdgrabError(f"CDGRAB_GROUP={named} is no folder with runs of {experiment}")
+    return Path(named)
+
+
+def _folders(experiment: str) -> list[Path]:
+    return sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
+
+
+def _finished(experiment: str, folders: list[Path], metric: str = "train_loss") -> list[Group]:
+    found = [group for group in map(Group, folders) if group.manifests and metric in group.metrics]
+    if not found:
+        what = "" if metric == "train_loss" else f" with {metric}"
+        raise _nothing(f"{experiment}{what} under {RESULTS / 'runs'}")
+    return found
+
+
+def _nothing(what: str) -> CdgrabError:
+    return CdgrabError(f"no finished runs of {what}; `make` lists the commands that make them")

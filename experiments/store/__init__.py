@@ -1,0 +1,1 @@
+"""Files under results/: written whole, one owner at a time."""

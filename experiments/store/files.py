@@ -1,0 +1,53 @@
+"""Files that are whole and on the disk, or as they were: whenever the machine stops, and when the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
+
+
+@contextlib.contextmanager
+def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
+    """What is written in here becomes the file at its end. `put(new, path)` moves it there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        put(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # writing alone names no file
+
+
+def append_line(path: Path, content: dict) -> None:
+    """On the disk before this returns. A disk that is full gets none of it rather than a part."""
+    line = (json.dumps(content) + "\n").encode()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    size = os.fstat(handle).st_size
+    try:
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(handle)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, size)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # writing alone names no file
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old file or the whole new one is there, whenever the machine stops."""
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,113 @@
+"""The records under results/: manifests, lines of metrics, and what they were made with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from cdgrab.errors import CdgrabError
+from experiments.store.files import ROOT
+
+PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "numba")
+
+
+def environment() -> dict:
+    """What a result was made with: host, versions, commit."""
+    return {
+        "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": git_commit(),
+    }
+
+
+def read_manifest(directory: Path) -> dict:
+    """The manifest of a run folder; empty when there is none yet."""
+    path = directory / "manifest.json"
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no manifest")
+        return content
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise CdgrabError(f"{path} cannot be read ({error}); move its folder away to start this run again") from error
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """All complete lines; a torn last line (the run was killed while writing) is left out."""
+    return list(itertools.takewhile(lambda line: line is not None, _lines(path)))
+
+
+def read_all_metrics(path: Path) -> list[dict]:
+    """Like `read_metrics`; but a damaged line with others after it is refused: they would be lost."""
+    lines = _lines(path)
+    if None in lines[:-1]:
+        raise CdgrabError(
+            f"line {lines.index(None) + 1} of {path} is damaged; remove it, and what it held is made again"
+        )
+    return read_metrics(path)
+
+
+def _lines(path: Path) -> list[dict | None]:
+    """None where a line is damaged."""
+    return [_parsed(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+def _parsed(line: bytes) -> dict | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def git_commit() -> str | None:
+    """Short commit of the code, with + when tracked code differs from it; None outside a git checkout.
+
+    CDGRAB_COMMIT says it for a copy of the code that has no repository, or not its own.
+    """
+    if stated := os.environ.get("CDGRAB_COMMIT"):
+        return stated
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!notebooks", ":!README.md"
+        )
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def now() -> str:
+    """The time, as manifests have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

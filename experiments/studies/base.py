@@ -1,0 +1,257 @@
+"""What a study is, how it is carried out and where its results lie.
+
+A study is a module of this package with
+
+    parts(settings) -> list[Part]                    independent pieces of work, each a pure function of the settings
+    verdicts(table, settings) -> list[Verdict]       what the results of all parts say
+
+and configs/study/<name>.yaml. Its results go to results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl
+(one line per finished part) and manifest.json. Parts that are there are not computed again, so that an interrupted
+study goes on where it stopped. A study that trains has `tasks` in its settings; the data that they use is found when it
+is composed and becomes the setting `sources`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from multiprocessing import active_children, get_context, parent_process
+from pathlib import Path
+
+import pandas as pd
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from cdgrab.checks import count
+from cdgrab.errors import CdgrabError
+from experiments.data.sources import Source
+from experiments.store.files import RESULTS, append_line, write_atomically
+from experiments.store.lock import locked
+from experiments.store.records import environment, now, read_all_metrics, read_manifest
+from experiments.studies.verdicts import Verdict
+from experiments.tasks import locate_data
+from experiments.training.config import compose_config, flatten
+from experiments.training.memory import keep_freed_memory
+
+Progress = Callable[[Iterable[tuple["Part", dict]], int], Iterable[tuple["Part", dict]]]  # shows how many of how many
+NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
+
+
+@dataclass(frozen=True)
+class Part:
+    """`key` names it, with the same names for all parts; `compute` gives further columns, lists of equal length."""
+
+    key: dict
+    compute: Callable[[], dict[str, list]]
+    alone: bool = False  # it measures time: nothing else may run beside it
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study with its settings, and the folder of its results."""
+
+    settings: DictConfig
+    size: str
+    directory: Path
+    data: dict[str, dict] = field(default_factory=dict)  # by task: where its data comes from
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it trains on anything but real files."""
+        return any(source["embedded"] for source in self.data.values())
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def parts(self) -> list[Part]:
+        return self._module.parts(self.settings)
+
+    def complete(self) -> bool:
+        """Whether all parts are there: a study may have got more of them since it was finished."""
+        parts = self.parts()
+        done = {_name(line, parts) for line in read_all_metrics(self.metrics_path)}
+        return all(_name(part.key, parts) in done for part in parts)
+
+    def verdicts(self) -> list[Verdict]:
+        return self._module.verdicts(self.table, self.settings)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """The results of all finished parts, one below the other; the names and values of their keys are columns."""
+        return pd.concat(map(pd.DataFrame, read_all_metrics(self.metrics_path)), ignore_index=True)
+
+    def figure_name(self, which: str = "") -> str:
+        """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
+        return "_".join(filter(None, ("study", self.name, which))) + f"-{self.directory.name}".removeprefix("-paper")
+
+    def caption(self) -> str:
+        """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
+        data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
+        data = f"{'EMBEDDED DATA: ' * self.embedded}{data}"
+        seconds = sum(line["seconds"] for line in read_all_metrics(self.metrics_path))
+        manifest = read_manifest(self.directory)
+        commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
+        commits = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+        seeds = f"{self.settings.seeds} seed{'s' * (self.settings.seeds > 1)}"
+        return f"{data}size {self.directory.name} · {seeds} · {seconds:.0f} s · {commits}"
+
+    def _extent(self, task: str) -> str:
+        """(7,680 units, 30 epochs, 8 workers): as far as it is the same for all runs of the task."""
+        settings = self.settings.tasks[task]
+        known = {"units": settings.get("limit"), "epochs": settings.get("epochs"), "workers": settings.get("workers")}
+        words = ", ".join(f"{value:,} {name}" for name, value in known.items() if value)
+        return f" ({words})" if words else ""
+
+    @property
+    def _module(self):
+        return importlib.import_module(f"{__package__}.{self.name}")
+
+
+def compose_study(overrides: list[str]) -> Study:
+    """The study that these Hydra overrides describe: the size's own settings first, explicit ones win."""
+    chosen = [override for override in overrides if override.partition("=")[0] in ("study", "size")]
+    config = compose_config(chosen, "study")
+    size, sizes = config.size, config.study.sizes
+    if size not in sizes:
+        raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {size!r}")
+    changes = flatten(OmegaConf.to_container(sizes[size]))
+    presets = [f"study.{key}={'null' if value is None else value}" for key, value in changes.items()]
+    plain = _settings(compose_config([*presets, *chosen], "study").study)
+    config = compose_config([*presets, *overrides], "study")
+    settings = _settings(config.study)
+    count("study.seeds", settings.seeds, 1)
+    before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
+    changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
+    data = {task: _source(task, config.data).as_record() for task in settings.get("tasks", ())}
+    labels = dict.fromkeys(source["label"] for source in data.values())
+    if data:
+        settings.sources = {task: source["label"] for task, source in data.items()}
+    folder = f"{'-'.join((size, '+'.join(labels))).rstrip('-')}{changed}".replace(" ", "").replace("/", "-")
+    return Study(settings, size, RESULTS / "studies" / settings.name / folder, data)
+
+
+def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:
+    """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
+    _refuse_other_settings(study)
+    if study.complete() and read_manifest(study.directory).get("status") == "finished":
+        return
+    study.directory.mkdir(parents=True, exist_ok=True)
+    with locked(study.directory):
+        _compute_missing(study, progress, jobs)
+
+
+def _refuse_other_settings(study: Study) -> None:
+    stored, settings = read_manifest(study.directory).get("settings", {}), OmegaConf.to_container(study.settings)
+    common = stored.keys() & settings.keys()  # settings that did not exist then don't count
+    if differing := sorted(key for key in common if _differs(key, stored[key], settings[key])):
+        raise CdgrabError(
+            f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
+        )
+
+
+def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
+    parts, before = study.parts(), read_manifest(study.directory)
+    done = {_name(line, parts): line for line in read_all_metrics(study.metrics_path)}
+    missing = [part for part in parts if _name(part.key, parts) not in done]
+    settings = OmegaConf.to_container(study.settings)
+    manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
+    manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(done)}
+    if done:  # perhaps on another machine, by another version
+        made_with = {key: before[key] for key in environment() if key in before}
+        manifest["earlier"] = [*before.get("earlier", []), made_with]
+    _write_manifest(study, manifest)
+    _write_in_order(study, done, parts)
+    together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
+    for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
+        done[_name(part.key, parts)] = part.key | columns
+        append_line(study.metrics_path, part.key | columns)
+    _write_in_order(study, done, parts)
+    _write_manifest(study, manifest | {"status": "finished", "ended": now()})
+
+
+def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
+    """Parts with their columns, as soon as they are done: what is finished must not wait for what takes long."""
+    if jobs == 1:
+        yield from ((part, _timed(part)) for part in parts)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
+        try:
+            by_future = {pool.submit(_timed, part): part for part in parts}
+            for future in as_completed(by_future):
+                yield by_future[future], future.result()
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise CdgrabError("a process was killed, perhaps for want of memory; jobs=1 needs least") from error
+            raise
+
+
+def _begin_worker() -> None:
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Who started it may be killed and end nobody."""
+    parent_process().join()
+    os._exit(1)
+
+
+def _timed(part: Part) -> dict:
+    started = time.perf_counter()
+    columns = part.compute()
+    return columns | {"seconds": round(time.perf_counter() - started, 3)}
+
+
+def _source(task: str, data: str) -> Source:
+    return locate_data(compose_config([f"task={task}", f"data={data}"]))
+
+
+def _differs(key: str, before: object, now: object) -> bool:
+    """Sorters may be added: every part has one, and the parts of the others stay what they are."""
+    return not set(before) <= set(now) if key == "sorters" else before != now
+
+
+def significant(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Rounded for the file: small, and the same on machines whose sums differ in their last bits."""
+    return [float(f"{float(value):.{digits}g}") for value in values]
+
+
+def _settings(config: DictConfig) -> DictConfig:
+    settings = OmegaConf.to_container(config, resolve=True)
+    if "tasks" in settings:  # a size may leave one out: null
+        settings["tasks"] = {task: changes for task, changes in settings["tasks"].items() if changes is not None}
+    return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
+
+
+def _name(line: dict, parts: list[Part]) -> str:
+    return json.dumps([line.get(name) for name in parts[0].key])
+
+
+def _write_in_order(study: Study, lines: dict[str, dict], parts: list[Part]) -> None:
+    """Those of the study's parts; parts are finished in any order."""
+    names = [_name(part.key, parts) for part in parts]
+    write_atomically(study.metrics_path, "".join(json.dumps(lines[name]) + "\n" for name in names if name in lines))
+
+
+def _write_manifest(study: Study, manifest: dict) -> None:
+    write_atomically(study.directory / "manifest.json", json.dumps(manifest, indent=1) + "\n")

@@ -1,0 +1,70 @@
+"""Finished studies and what they say, all together: results/STUDIES.md."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from cdgrab.errors import CdgrabError
+from experiments.store.files import RESULTS, write_atomically
+from experiments.store.records import read_manifest
+from experiments.studies.base import Study
+from experiments.studies.verdicts import verdict_table
+from experiments.training.config import choices, compose_config
+
+SIZES = ("paper", "quick", "smoke")  # by how much they say
+HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
+
+Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval is inside the
+threshold; **fails**: all of it is outside; **undecided**: anything else, or the measurement cannot decide (the note
+says why). Intervals are over seeds, those of times over pairs of epochs; what is counted has none. A claim about every
+rate or worker count holds where it holds at each, and fails where it fails at one; the line shows which decides.
+`make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
+"""
+
+
+def finished(name: str) -> list[Study]:
+    """The finished results of a study, the paper's size and real data first; only those in CDGRAB_STUDY when set."""
+    only = os.environ.get("CDGRAB_STUDY")
+    found = []
+    for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
+        manifest = read_manifest(folder)
+        if manifest.get("status") == "finished" and manifest["study"] == name:
+            settings = OmegaConf.create(manifest["settings"])
+            study = Study(settings, manifest["size"], folder, manifest.get("data", {}))
+            found += [study] if study.complete() else []
+    return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
+
+
+def best(name: str) -> Study:
+    """The finished results that say most."""
+    found = finished(name)
+    if not found:
+        command = f"make study-{name.replace('_', '-')}"
+        raise CdgrabError(f"no finished runs of study {name} under {RESULTS / 'studies'}; {command} makes them")
+    return found[0]
+
+
+def summary(study: Study) -> str:
+    """The verdicts as a table, and what they were computed from."""
+    note = "; so small a size only shows that it runs" if study.size == "smoke" else ""
+    return f"{verdict_table(study.verdicts())}\n\n{study.caption()}{note}\n"
+
+
+def write_collection() -> Path:
+    """The verdicts of all finished studies, smoke sizes only where there is nothing better."""
+    pages = [HEADNOTE]
+    for name in choices("study"):
+        found = finished(name)
+        pages += [_section(study) for study in found if study.size != "smoke" or found[0].size == "smoke"]
+    path = RESULTS / "STUDIES.md"
+    write_atomically(path, "\n".join(pages))
+    return path
+
+
+def _section(study: Study) -> str:
+    about, figure = compose_config([f"study={study.name}"], "study").study, f"figures/{study.figure_name()}.png"
+    drawn = f"\n![{about.title}]({figure})\n" if (RESULTS / figure).exists() else ""
+    return f"## {study.name}: {about.title}\n\n{about.question}\n\n{summary(study)}{drawn}"

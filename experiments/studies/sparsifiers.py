@@ -1,0 +1,225 @@
+"""Sparsifiers in a study: names that carry options, what they do to made-up gradients, how they train."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from copy import copy
+
+import numpy as np
+import yaml
+from torch import Tensor
+
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.sparsify import SPARSIFIERS, SparseMean, Sparsifier, make_sparsifier
+from experiments.studies.base import significant
+from experiments.studies.synthetic import LayeredGradients, SparseModel
+from experiments.studies.training import train
+from experiments.training.loop import Trainer
+
+OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
+STATIC, FIXED, FORGETFUL = "exdyna,rule=static", "exdyna,threshold=fixed", "exdyna,error_feedback=false"
+RULES = (STATIC, "exdyna,rule=paper", "exdyna,rule=relative", OURS)
+# no worker is held back where thresholds are compared: that would hide one that is too low
+THRESHOLDS = tuple(f"exdyna,rule=relative,threshold={t}" for t in ("counted", "proportional", "paper", "fixed"))
+ABLATED = (DENSE, OURS, STATIC, FIXED, FORGETFUL, TOPK)
+RESNET = "cifar10, ResNet-18"
+TASK_NAMES = {"lstm_wiki2": "LSTM-WikiText-2", "cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}
+TRAINED_DENSITY = 0.01
+
+REDUCTIONS, REPEATS = 3, 7  # before times are taken, and how often they are
+FOLLOWING = 0.3  # how fast the number of coordinates follows the density that is to be matched
+TOO_LARGE = 3.0  # by this factor gradients are for the paper's first threshold where settling is measured
+SPARSE = {"words": 20_000, "width": 8, "length": 20}
+SPARSE_TRAINING = {"batch": 8, "rate": 1.0}
+SHORT = {"error_feedback=false": "no error feedback", "threshold=fixed": "fixed threshold"}
+
+
+def options_of(method: str) -> tuple[str, dict]:
+    """exdyna,rule=paper -> ("exdyna", {"rule": "paper"})"""
+    name, *options = method.split(",")
+    return name, {key: yaml.safe_load(value) for key, value in (option.split("=") for option in options)}
+
+
+def label(method: str) -> str:
+    """As figures, tables and verdicts name it."""
+    name, *options = method.split(",")
+    if method == PUBLISHED:
+        return "ExDyna as published"
+    return ", ".join([SPARSIFIERS[name].label, *(SHORT.get(o, o.replace("rule=", "rule ")) for o in options)])
+
+
+def build(method: str, workers: int, dim: int, density: float, **more: object) -> Sparsifier:
+    name, options = options_of(method)
+    return make_sparsifier(name, workers=workers, dim=dim, density=density, **options, **more)
+
+
+# -- made-up gradients ------------------------------------------------------------------------------------------------
+
+
+def layered(
+    method: str, workers: int, density: float, dim: int, iterations: int, seed: int, **shape: float
+) -> dict[str, list]:
+    """What a method does to layered gradients, in every iteration."""
+    scale = _right_scale(dim, density, seed, **shape)
+    gradients = LayeredGradients(workers, dim, seed, **shape)
+    return _trajectory(build(method, workers, dim, density), gradients, iterations, lambda iteration: scale)
+
+
+def settling(method: str, workers: int, density: float, dim: int, iterations: int, seed: int) -> dict[str, list]:
+    """Gradients too large for the paper's first threshold; a third of the way on they shrink tenfold."""
+    right = _right_scale(dim, density, seed)
+
+    def scale(iteration: int) -> float:
+        return TOO_LARGE * right * (1.0 if iteration < iterations // 3 else 0.1)
+
+    gradients = LayeredGradients(workers, dim, seed)
+    return _trajectory(build(method, workers, dim, density), gradients, iterations, scale)
+
+
+def sparse_model(method: str, workers: int, density: float, steps: int, seed: int) -> dict[str, list]:
+    """Ten losses in the course of training, and means over all steps; `nonzero`: of a worker's gradient."""
+    model = SparseModel(**SPARSE, seed=seed)
+    sparsifier, seen = build(method, workers, model.dim, density), []
+
+    def reduce(gradients: Tensor) -> Tensor:
+        update, stats = sparsifier.reduce(gradients), sparsifier.stats
+        seen.append((stats.density, stats.imbalance, float((gradients != 0).double().mean())))
+        return update
+
+    losses = model.train(reduce, workers, steps=steps, **SPARSE_TRAINING)
+    means = dict(zip(("density", "imbalance", "nonzero"), np.mean(seen, axis=0), strict=True))
+    columns = {name: significant([value] * len(losses), 4) for name, value in means.items()}
+    return {"epoch": list(range(1, len(losses) + 1)), "train_loss": significant(losses)} | columns
+
+
+def selection_seconds(methods: list[str], workers: int, density: float, dim: int, seed: int) -> dict[str, list]:
+    """Seconds that workers take to select, methods in turn, on one core; medians of repetitions.
+
+    The workers select one after the other from the same gradient. `selection`: the mean over those that select
+    anything; `slowest`: of the worker that takes longest, for which the others wait. `longest`: the longest partition's
+    length, as a multiple of the mean, where there are partitions.
+    """
+    rows = LayeredGradients(1, dim, seed)().expand(workers, dim)
+    ready = [build(method, workers, dim, density, error_feedback=False, group=Heard(workers)) for method in methods]
+    for sparsifier in ready:
+        for _ in range(REDUCTIONS):
+            sparsifier.reduce(rows)
+    seconds = [[_seconds_by_worker(sparsifier, rows) for sparsifier in ready] for _ in range(REPEATS)]
+    medians = np.median(seconds, axis=0)  # [methods, workers]
+    selecting = [sum(len(indices) > 0 for indices in sparsifier.selected) for sparsifier in ready]
+    return {
+        "timed": methods,
+        "selection": significant(medians.sum(1) / selecting, 4),
+        "slowest": significant(medians.max(1), 4),
+        "longest": [_longest_partition(sparsifier) for sparsifier in ready],
+    }
+
+
+class Heard(WorkerGroup):
+    """All workers in one process. What they tell each other is kept."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        object.__setattr__(self, "answers", [])
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return self._kept(super().total(tensor))
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        return self._kept(super().from_worker(worker, tensor))
+
+    def _kept(self, answer: Tensor) -> Tensor:
+        self.answers.append(answer)
+        return answer
+
+
+class HeardAgain(WorkerGroup):
+    """One of these workers, to which the others answer as before."""
+
+    def __init__(self, workers: int, worker: int, answers: list[Tensor]) -> None:
+        super().__init__(workers, worker, workers)
+        object.__setattr__(self, "answers", iter(answers))
+
+    def total(self, tensor: Tensor) -> Tensor:
+        return next(self.answers)
+
+    def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
+        return next(self.answers)
+
+
+def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
+    sparsifier.group.answers.clear()
+    copy(sparsifier)._prepare(rows)
+    seconds = []
+    for worker, row in enumerate(rows.split(1)):
+        alone = copy(sparsifier)
+        alone.group = HeardAgain(len(rows), worker, sparsifier.group.answers)
+        for name in alone.per_worker:
+            setattr(alone, name, getattr(alone, name)[worker : worker + 1])
+        start = time.perf_counter()
+        alone._prepare(row)
+        alone.select(row)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _right_scale(dim: int, density: float, seed: int, **shape: float) -> float:
+    """With it a worker's first gradient has as many coordinates above the threshold of `hard_threshold`, where the
+    paper's own rule starts, as are wanted. Methods that measure the scale don't need this favour."""
+    fixed = build("hard_threshold", 1, dim, density)
+    return fixed.value / float(LayeredGradients(1, dim, seed, **shape)().abs().flatten().topk(fixed.target).values[-1])
+
+
+def _trajectory(
+    sparsifier: Sparsifier, gradients: Callable[[], Tensor], iterations: int, scale: Callable[[int], float]
+) -> dict[str, list]:
+    """`ratio` is actual density / target."""
+    kept = []
+    for iteration in range(iterations):
+        sparsifier.reduce(gradients().mul_(scale(iteration)))
+        kept.append(sparsifier.stats | {"ratio": sparsifier.stats.density / sparsifier.density})
+    columns = {name: _column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
+    return {"iteration": list(range(iterations))} | columns
+
+
+def _longest_partition(sparsifier: Sparsifier) -> float | None:
+    if not hasattr(sparsifier, "partitions"):
+        return None
+    return round(float(np.diff(sparsifier.partitions()).max()) * sparsifier.workers / sparsifier.dim, 3)
+
+
+def _column(values: list[float | None]) -> list[float | None]:
+    return [None if value is None or math.isnan(value) else float(f"{value:.4g}") for value in values]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+class MatchedMean(SparseMean):
+    """Holds the density of the update although workers select the same coordinates now more, now less: how many each
+    selects is adapted. Methods would otherwise be compared at different densities."""
+
+    def __call__(self, worker_means: Tensor) -> Tensor:
+        update, sparsifier = super().__call__(worker_means), self.sparsifier
+        wanted = sparsifier.density / max(sparsifier.stats.density, 1 / sparsifier.dim)
+        sparsifier.target = min(max(1, round(sparsifier.target * wanted**FOLLOWING)), sparsifier.dim)
+        return update
+
+
+def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[str, list]:
+    """By epoch: train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
+    name, options = options_of(method)
+    chosen = [f"sparsifier={name}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
+    if name != DENSE:
+        chosen.append(f"sparsifier.density={TRAINED_DENSITY}")
+    epochs = train([*run_overrides, *chosen], seed, _match_density if name == TOPK else None)
+    columns = {key: significant([line[key] for line in epochs]) for key in epochs[0]}
+    for key in ("density", "imbalance", "bytes"):
+        columns[key] = _column([line.get("sparsifier", {}).get(key) for line in epochs])
+    return {"epoch": list(range(len(epochs)))} | columns
+
+
+def _match_density(trainer: Trainer) -> None:
+    trainer.loop.mean = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)

@@ -1,0 +1,102 @@
+"""Training runs as parts of a study: the tasks, sorters and loop of every other run, with nothing left on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from cdgrab import streams
+from cdgrab.errors import DivergedError
+from cdgrab.runtime.group import WorkerGroup, pick_device
+from experiments.studies.base import significant
+from experiments.tasks import make_task
+from experiments.training.config import Run, compose, flatten
+from experiments.training.loop import Trainer
+
+OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
+METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
+TASK_NAMES = {"lr_hmda": "LR-HMDA", "mlp_m4": "MLP-M4", "cifar10": "CIFAR-10"}
+TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
+
+
+def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -> list[str]:
+    """The run of one task as configs/study/<name>.yaml has it under `tasks`, with some of its settings changed.
+
+    A sorter may carry options, as in the folder names of runs: "cd_grab,sketch=countsketch,sketch_size=64".
+    """
+    name, *options = sorter.split(",")
+    chosen = {"device": "cpu"} | flatten(OmegaConf.to_container(settings.tasks[task])) | changes
+    chosen = {key if key in OF_THE_RUN else f"task.{key}": value for key, value in chosen.items()}
+    data = "embedded" if settings.sources[task] == "embedded" else "auto"
+    return [
+        *(f"task={task}", f"sorter={name}", f"data={data}", "size=paper"),
+        f"compile={settings.compile}",
+        *(f"{key}={'null' if value is None else value}" for key, value in chosen.items()),
+        *(f"sorter.{option}" for option in options),
+    ]
+
+
+def train(run_overrides: list[str], seed: int, prepare: Callable[[Trainer], None] | None = None) -> list[dict]:
+    """Metrics by epoch, those of the untrained model first; a run that diverges ends early. `prepare`: before it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
+        device = pick_device(run.config.device)
+        trainer = Trainer(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
+        if prepare:
+            prepare(trainer)
+        log = _Epochs(trainer.evaluate())
+        with contextlib.suppress(DivergedError):
+            trainer.fit(log, quiet=True)
+    return log.epochs
+
+
+def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:
+    """The units of each worker of such a run, [workers, units], and the classes of all units."""
+    run = _with_seed(_composed(tuple(run_overrides)), seed, Path())
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    return task.partition(streams.permutation(task.train_units, seed, "partition"), seed), task.train_labels
+
+
+@lru_cache(maxsize=256)
+def _composed(run_overrides: tuple[str, ...]) -> Run:
+    """Once for all seeds: it takes as long as a small run."""
+    return compose(list(run_overrides))
+
+
+def _with_seed(run: Run, seed: int, folder: Path) -> Run:
+    config = deepcopy(run.config)
+    config.seed = seed
+    return replace(run, config=config, directory=folder)
+
+
+def outcome(epochs: list[dict]) -> dict[str, list]:
+    """What a run is judged by, as columns of one row: every metric's mean over the last quarter of its epochs.
+
+    Single epochs wobble more than sorters differ. `start_loss` is that of the untrained model. Metrics that are not
+    measured in every epoch count where they are.
+    """
+    last_quarter = epochs[1:][-max(1, (len(epochs) - 1) // 4) :]
+    names = [name for name in dict.fromkeys(key for line in epochs for key in line) if name.startswith(METRICS)]
+    means = {name: float(np.mean([line[name] for line in last_quarter if name in line] or [np.nan])) for name in names}
+    row = {"start_loss": epochs[0]["train_loss"], **means}
+    return {key: significant([value]) for key, value in row.items()} | {"epochs_done": [len(epochs) - 1]}
+
+
+class _Epochs:
+    """Takes the place of a run's log."""
+
+    def __init__(self, untrained: dict[str, float]) -> None:
+        self.epochs = [untrained]
+
+    def record(self, metrics: dict) -> None:
+        self.epochs.append(metrics)

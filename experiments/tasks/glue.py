@@ -1,0 +1,149 @@
+"""GLUE: sentences, or pairs of them, are classified (paper: Table 1).
+
+Two encoders. `tiny_gpt2`, the paper's: the language model that the GPT-2 experiment of the same sorter leaves behind,
+trained on as a whole with a classification head. `frozen`, that of an earlier version of the paper: a sentence encoder
+that stays as it is; only the linear head on its outputs, which are computed once, is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cdgrab import streams
+from cdgrab.errors import CdgrabError
+from experiments.data import encoder, glue
+from experiments.data.sources import Source, sha256
+from experiments.tasks.base import DTYPES, Task, add_totals, counts, initialised
+from experiments.tasks.finetuning import Classifier, load_pretrained
+
+EVALUATED_AT_ONCE = {"frozen": 4096, "tiny_gpt2": 256}  # rows
+Texts = dict[str, list[tuple[str, ...]]]  # by split
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder makes of the texts: the model's inputs by split, tensors [rows, ...] each, and the model."""
+
+    inputs: dict[str, tuple[Tensor, ...]]
+    build_model: Callable[[], nn.Module]  # inputs -> logits [..., classes]
+    checksums: dict[str, str]
+
+
+class Glue(Task):
+    """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
+
+    name, counted = "glue", "examples"
+
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
+        _refuse_bad_settings(config)
+        super().__init__(config, source, workers)
+        sentences, checksums = glue.load(source)
+        train = _some(sentences.train, config.limit)
+        validation = [_some(part, config.validation_limit) for part in sentences.validation]
+        texts = {"train": train.texts, "test": [text for part in validation for text in part.texts]}
+        labels = {"train": train.labels, "test": np.concatenate([part.labels for part in validation])}
+        texts_key = checksums | {"limits": [config.limit, config.validation_limit], "code": sha256(Path(glue.__file__))}
+        encoded = ENCODERS[config.encoder](self, texts, texts_key, sentences.classes, seed, device)
+        source.checksums.update(checksums | encoded.checksums)
+        self._data = {
+            split: (*inputs, torch.as_tensor(labels[split], device=device)) for split, inputs in encoded.inputs.items()
+        }
+        self._first_part = len(validation[0].labels)
+        self.train_units, self.test_units = len(labels["train"]), len(labels["test"])
+        self.rows = {
+            "all": self.train_units + self.test_units,
+            "train": self.train_units,
+            "validation": self.test_units,
+            "skipped": sentences.skipped,
+        }
+        self.model = initialised(encoded.build_model, seed, config.dtype, device)
+
+    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor[indices] for tensor in self._data[split])
+
+    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
+        *inputs, labels = batch
+        return F.cross_entropy(functional_call(self.model, parameters, tuple(inputs)), labels), carry
+
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        at_once = EVALUATED_AT_ONCE[self.config.encoder]
+        return add_totals([self._totals(split, parameters, some) for some in units.split(at_once)])
+
+    def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
+        """`val_accuracy_mm` is that of MNLI's mismatched part, which no other dataset has."""
+        metrics = {
+            "train_loss": train["loss"] / train["count"],
+            "train_accuracy": 100.0 * train["correct"] / train["count"],
+            "val_loss": test["loss"] / test["count"],
+            "val_accuracy": 100.0 * test["correct"] / test["count"],
+        }
+        if test["count_mm"]:
+            metrics["val_accuracy_mm"] = 100.0 * test["correct_mm"] / test["count_mm"]
+        return metrics
+
+    def _totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        *inputs, labels = self.fetch(split, units)
+        logits = functional_call(self.model, parameters, tuple(inputs))
+        losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
+        if split == "train":
+            return {"loss": losses.sum(), "correct": correct.sum(), "count": torch.tensor(len(units))}
+        second = units >= self._first_part
+        return {
+            "loss": losses[~second].sum(),
+            "correct": (correct & ~second).sum(),
+            "count": (~second).sum(),
+            "correct_mm": (correct & second).sum(),
+            "count_mm": second.sum(),
+        }
+
+
+def _frozen(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, device: torch.device) -> Encoded:
+    config = task.config
+    features, weights = encoder.encoded(texts, config.encoder_name, config.pooling, texts_key, device)
+    inputs = {
+        split: (torch.as_tensor(array, dtype=DTYPES[config.dtype], device=device),) for split, array in features.items()
+    }
+    size = features["train"].shape[1]
+    return Encoded(inputs, lambda: nn.Linear(size, classes), {f"encoder {config.encoder_name}": weights})
+
+
+def _tiny_gpt2(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, device: torch.device) -> Encoded:
+    config = task.config
+    wanted_seed = seed if config.pretrained_seed is None else config.pretrained_seed
+    pretrained = load_pretrained(
+        config.checkpoint, config.pretrained_by, wanted_seed, config.pretrained_size, task.source
+    )
+    inputs = {
+        split: tuple(
+            torch.as_tensor(array, device=device) for array in pretrained.tokenise(some, texts_key | {"split": split})
+        )
+        for split, some in texts.items()
+    }
+    return Encoded(inputs, lambda: Classifier(pretrained.model.body, classes), pretrained.checksums)
+
+
+ENCODERS = {"frozen": _frozen, "tiny_gpt2": _tiny_gpt2}
+
+
+def _some(part: glue.Part, limit: int | None) -> glue.Part:
+    """At most `limit` rows, in file order: a random choice that is the same for every seed, to be encoded only once."""
+    if limit is None or limit >= len(part.labels):
+        return part
+    kept = streams.permutation(len(part.labels), 0, "split")[:limit].sort().values.tolist()
+    return glue.Part([part.texts[row] for row in kept], part.labels[kept])
+
+
+def _refuse_bad_settings(config: DictConfig) -> None:
+    for key, allowed in (("encoder", tuple(ENCODERS)), ("pooling", encoder.POOLINGS)):
+        if config[key] not in allowed:
+            raise CdgrabError(f"task.{key} must be {' or '.join(allowed)}, got {config[key]!r}")
+    counts(config, {"validation_limit": 1}, may_be_null=("validation_limit",))

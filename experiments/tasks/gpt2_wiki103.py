@@ -1,0 +1,111 @@
+"""GPT2-WikiText-103: Tiny GPT-2 predicts the next token of Wikipedia articles (paper: Figure 11)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.utils import vector_to_parameters
+
+from cdgrab.errors import CdgrabError
+from experiments.data import bpe, text_blocks
+from experiments.data.sources import Source
+from experiments.store import checkpoint
+from experiments.tasks.base import DTYPES, Task, add_totals, counts, initialised, perplexity
+from experiments.tasks.tiny_gpt2 import TinyGpt2
+
+SIZES = ("context", "width", "layers", "heads")
+SCORE_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of scores held at once in evaluation, by kind of device; twice in passing
+
+
+class Gpt2Wiki103(Task):
+    """Units are blocks of `context` tokens. Inside a block every token but the first is predicted from those before.
+
+    The second split is the text's validation part (which the published code calls test): its metrics are named so.
+    """
+
+    name, counted = "gpt2_wiki103", "tokens used"
+
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
+        _refuse_bad_settings(config)
+        super().__init__(config, source, workers)
+        blocks, checksums = text_blocks.load(
+            source, config.vocabulary, config.context, config.truncate_lines, (config.limit, config.valid_limit)
+        )
+        source.checksums.update(checksums)
+        parts = {"train": blocks.train, "test": blocks.valid}
+        self._blocks = {split: torch.as_tensor(part, device=device, dtype=torch.int32) for split, part in parts.items()}
+        self.train_units, self.test_units = len(parts["train"]), len(parts["test"])
+        self.rows = {
+            "all": blocks.train.size + blocks.valid.size,
+            "vocabulary": blocks.vocabulary,
+            "train": blocks.train.size,
+            "valid": blocks.valid.size,
+        }
+        sizes = {name: config[name] for name in SIZES}
+        self.model = initialised(lambda: TinyGpt2(blocks.vocabulary, **sizes), seed, config.dtype, device)
+        self._evaluated_at_once = blocks_at_once(device, config.context, blocks.vocabulary, DTYPES[config.dtype])
+
+    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
+        return (self._blocks[split][indices].long(),)
+
+    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
+        (blocks,) = batch
+        scores = functional_call(self.model, parameters, (blocks[..., :-1],))
+        return F.cross_entropy(scores.flatten(0, -2), blocks[..., 1:].flatten()), carry
+
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        return add_totals([self._totals(split, parameters, some) for some in units.split(self._evaluated_at_once)])
+
+    def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
+        """`val_ppl_authors` is the published code's: the sum of all blocks' losses divided by their number less one."""
+        valid_loss = test["loss"] / test["count"]
+        return {
+            "train_loss": train["loss"] / train["count"],
+            "val_loss": valid_loss,
+            "val_ppl": perplexity(valid_loss),
+            "val_ppl_authors": perplexity(test["loss"] / max(test["count"] - 1, 1)),
+        }
+
+    def _totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        if not len(units):  # more workers than validation blocks
+            return {"loss": torch.zeros(()), "count": torch.zeros(())}
+        mean = self.loss(parameters, (), *self.fetch(split, units))[0]
+        return {"loss": mean.double() * len(units), "count": torch.tensor(len(units))}
+
+
+def blocks_at_once(device: torch.device, context: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """How many blocks' scores fit into SCORE_BYTES; at least one."""
+    return max(1, SCORE_BYTES[device.type] // (context * vocabulary * dtype.itemsize))
+
+
+def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> tuple[TinyGpt2, Tokenizer]:
+    """The model that a run left in its folder, and the tokenizer of its text, which is looked for as in the run."""
+    content = checkpoint.load(directory)
+    if content is None:
+        raise CdgrabError(f"{directory} holds no checkpoint of Tiny GPT-2; `make reproduce-gpt2-wiki103` leaves one")
+    science, vector = content["science"], content["parameters"]
+    source = text_blocks.locate(data, root)
+    if source.label != science["source"]:
+        raise CdgrabError(f"{directory} was trained on {science['source']}, but the text found here is {source.label}")
+    tokenizer, _ = text_blocks.tokenizer(source, science["task.vocabulary"])
+    model = TinyGpt2(tokenizer.get_vocab_size(), **{name: science[f"task.{name}"] for name in SIZES}).to(vector.dtype)
+    if sum(p.numel() for p in model.parameters()) != len(vector):
+        raise CdgrabError(f"the checkpoint in {directory} does not fit its settings; move it away and run again")
+    vector_to_parameters(vector, model.parameters())
+    return model, tokenizer
+
+
+def _refuse_bad_settings(config: DictConfig) -> None:
+    least = {"context": 2, "width": 1, "layers": 1, "heads": 1, "vocabulary": bpe.BYTES}
+    least |= dict.fromkeys(("truncate_lines", "limit", "valid_limit"), 1)
+    counts(config, least, may_be_null=("vocabulary", "truncate_lines", "limit", "valid_limit"))
+    if config.width % config.heads:
+        raise CdgrabError(f"task.width={config.width} cannot be split evenly over task.heads={config.heads}")
+    if config.vocabulary and config.vocabulary > bpe.MOST:
+        raise CdgrabError(f"task.vocabulary must be at most {bpe.MOST:,}, got {config.vocabulary:,}")

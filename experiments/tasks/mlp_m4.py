@@ -1,0 +1,102 @@
+"""MLP-M4: an autoregressive MLP forecasts weekly series (paper: Figure 3c)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cdgrab import streams
+from cdgrab.errors import CdgrabError
+from experiments.data import m4
+from experiments.data.sources import Source
+from experiments.tasks.base import DTYPES, Task, counts, initialised
+
+
+class MlpM4(Task):
+    """Units are windows: 20 values in, 6 out, every third position; each series standardised by its own past."""
+
+    name, counted = "mlp_m4", "windows"
+
+    def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
+        counts(config, dict.fromkeys(("window_in", "window_out", "stride", "hidden"), 1))
+        super().__init__(config, source, workers)
+        series, checksums = m4.load(source)
+        source.checksums.update(checksums)
+        means = np.array([past.mean() for past in series.past])
+        stds = np.array([past.std() for past in series.past])
+        scaled = [(past - mean) / std for past, mean, std in zip(series.past, means, stds, strict=True)]
+        windows = cut_windows(scaled, config.window_in + config.window_out, config.stride)
+        if len(windows) < 2:
+            raise CdgrabError(
+                f"{source.description} gives {len(windows)} windows of {config.window_in + config.window_out}"
+            )
+
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.as_tensor(array, dtype=DTYPES[config.dtype], device=device)
+
+        train = windows[streams.stream(seed, "split").permutation(len(windows))][
+            : int(config.train_share * len(windows))
+        ]
+        train = train[: config.limit]
+        self._windows = tensor(train)
+        self._last = tensor(np.stack([past[-config.window_in :] for past in scaled]))
+        self._means, self._stds, self._future = tensor(means), tensor(stds), tensor(series.future)
+        self.train_units, self.test_units = len(train), len(scaled)
+        self.rows = {"all": len(windows), "train": len(train), "series": len(scaled)}
+        hidden = config.hidden
+        self.model = initialised(
+            lambda: nn.Sequential(
+                *(
+                    nn.Linear(config.window_in, hidden),
+                    nn.ReLU(),
+                    nn.Linear(hidden, hidden),
+                    nn.ReLU(),
+                    nn.Linear(hidden, 1),
+                )
+            ),
+            *(seed, config.dtype, device),
+        )
+
+    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
+        if split == "train":
+            window = self._windows[indices]
+            return window[..., : self.config.window_in], window[..., self.config.window_in :]
+        return self._last[indices], self._future[indices]
+
+    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
+        past, future = batch
+        return (self._forecast(parameters, past, future.shape[-1]) - future).square().mean(), carry
+
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        past, future = self.fetch(split, units)
+        forecast = self._forecast(parameters, past, future.shape[-1])
+        count = torch.tensor(future.numel())
+        if split == "train":
+            return {"squares": (forecast - future).square().sum(), "count": count}
+        forecast = forecast * self._stds[units, None] + self._means[units, None]
+        smape = 200.0 * (forecast - future).abs() / (forecast.abs() + future.abs())
+        return {"smape": smape.sum(), "count": count}
+
+    def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
+        return {"train_loss": train["squares"] / train["count"], "test_smape": test["smape"] / test["count"]}
+
+    def _forecast(self, parameters: dict[str, Tensor], past: Tensor, steps: int) -> Tensor:
+        """One value at a time, each forecast becoming an input of the next."""
+        forecasts = []
+        for _ in range(steps):
+            forecasts.append(functional_call(self.model, parameters, (past,)))
+            past = torch.cat([past[..., 1:], forecasts[-1]], dim=-1)
+        return torch.cat(forecasts, dim=-1)
+
+
+def cut_windows(series: list[np.ndarray], length: int, stride: int) -> np.ndarray:
+    """All windows [windows, length] that start at every `stride`-th value and end before the series' last value."""
+    cuts = [
+        np.lib.stride_tricks.sliding_window_view(s, length)[: len(s) - length : stride]
+        for s in series
+        if len(s) > length
+    ]
+    return np.concatenate(cuts) if cuts else np.empty((0, length))

@@ -1,0 +1,78 @@
+"""Which units a worker owns when the workers' data differ: label-skewed, by Dirichlet-distributed shares of classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdgrab import streams
+
+
+def label_skewed(labels: Tensor, workers: int, units: int, alpha: float, permutation: Tensor, seed: int) -> Tensor:
+    """LongTensor [workers, units], no unit twice: every worker gets its own mix of classes.
+
+    A worker's wanted mix is drawn from a Dirichlet distribution with mean the mix of all data and concentration
+    alpha × classes (alpha per class where classes are equally frequent): large alpha gives everybody the mix of all
+    data, small alpha few classes each. Within a class units are dealt out by `permutation`.
+    """
+    classes, sizes = np.unique(labels.numpy(), return_counts=True)
+    wanted = dirichlet(alpha * sizes / sizes.mean(), workers, streams.stream(seed, "partition", 1))
+    counts = class_counts(wanted, sizes, units)
+    by_class = [permutation[labels[permutation] == label] for label in classes.tolist()]
+    columns = _with_rest(counts, sizes).T.tolist()
+    dealt = [of_one.split(column) for of_one, column in zip(by_class, columns, strict=True)]
+    place = torch.empty_like(permutation)
+    place[permutation] = torch.arange(len(permutation))
+    owned = [torch.cat([of_one[worker] for of_one in dealt]) for worker in range(workers)]
+    return torch.stack([mine[place[mine].argsort()] for mine in owned])  # classes mixed as in the permutation
+
+
+def dirichlet(concentrations: np.ndarray, rows: int, draws: np.random.Generator) -> np.ndarray:
+    """[rows, classes], every row one draw; also for concentrations so small that gamma variables underflow.
+
+    In logarithms, by gamma(a) = gamma(a + 1) · uniform^(1/a).
+    """
+    shape = (rows, len(concentrations))
+    logarithms = np.log(draws.gamma(concentrations + 1, size=shape)) + np.log(draws.random(shape)) / concentrations
+    return np.exp(logarithms - np.logaddexp.reduce(logarithms, axis=1, keepdims=True))
+
+
+def class_counts(wanted: np.ndarray, sizes: np.ndarray, units: int) -> np.ndarray:
+    """How many units of each class a worker gets, [workers, classes]: rows sum to `units`, columns to at most `sizes`.
+
+    wanted [workers, classes] are shares. Where a class is wanted more often than it is there, it is shared out in
+    proportion to the wishes, and who went short wishes again among the classes that are left.
+    """
+    counts = np.zeros(wanted.shape, dtype=np.int64)
+    while (open_units := units - counts.sum(1)).any():
+        left = sizes - counts.sum(0)
+        shares = np.where(left > 0, wanted, 0.0)
+        hopeless = shares.sum(1) <= 0  # wants only what is gone: takes what is there
+        shares[hopeless] = left
+        wishes = np.stack([apportion(row, total) for row, total in zip(shares, open_units, strict=True)])
+        for label in np.flatnonzero(wishes.sum(0) > left):
+            wishes[:, label] = apportion(wishes[:, label], left[label])
+        counts += wishes
+    return counts
+
+
+def class_shares(owned: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Each worker's mix of classes as it came out, [workers, classes], and the mix of all data, [classes]."""
+    classes, overall = np.unique(labels.numpy(), return_counts=True)
+    counts = (labels[owned].numpy()[..., None] == classes).sum(1)
+    return counts / owned.shape[1], overall / len(labels)
+
+
+def apportion(shares: np.ndarray, total: int) -> np.ndarray:
+    """`total` in whole numbers in proportion to `shares`, by largest remainders."""
+    exact = total * shares / shares.sum() if total else np.zeros(len(shares))
+    whole = np.floor(exact).astype(np.int64)
+    largest = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
+    whole[largest] += 1
+    return whole
+
+
+def _with_rest(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """One more row: the units that nobody gets."""
+    return np.vstack([counts, sizes - counts.sum(0)])

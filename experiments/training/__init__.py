@@ -1,0 +1,1 @@
+"""The training loop, its configuration, and everything that makes a run resumable."""

@@ -1,0 +1,106 @@
+"""Gradients of units and of workers, over one flat parameter vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+
+from cdgrab.runtime.mean import tree_sum
+from experiments.tasks.base import Task
+from experiments.training.compiled import side_by_side
+
+
+class FlatParameters:
+    """The parameters of a model as one vector, in `named_parameters` order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.dim = sum(self.sizes)
+
+    def flatten(self, tensors: dict[str, Tensor], batch_dims: int = 0) -> Tensor:
+        """Named tensors [batch..., *shape] -> [batch..., dim]."""
+        return torch.cat([tensors[name].flatten(batch_dims) for name in self.shapes], dim=-1)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """[dim] -> named views."""
+        parts = vector.split(self.sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+
+GRADIENTS = ("vmap", "backward")
+GradientFunction = Callable[..., tuple[Tensor, ...]]
+
+
+def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str = "vmap") -> GradientFunction:
+    """A function (parameters [dim], *carry [workers, ...], *batch [workers, units, ...])
+    -> (gradients, worker means [workers, dim], worker losses [workers], *carry).
+
+    `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients never
+    pay for them. `how`: vmap (torch.func, all workers and units at once) or backward (one backward pass per worker,
+    or per unit of a worker, for models that vmap cannot take efficiently).
+    """
+    carried = len(task.first_carry(1))
+    on_all_workers = {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat)
+
+    def compute(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        carry, batch = inputs[:carried], inputs[carried:]
+        workers, units = batch[0].shape[:2]
+        if units == 1:  # a worker's only unit is its mean: one gradient serves both
+            means, losses, carry = on_all_workers(parameters, carry, tuple(b[:, 0] for b in batch))
+            return means[:, None] if per_unit else means.new_empty(0), means, losses, *carry
+        if not per_unit:
+            means, losses, carry = on_all_workers(parameters, carry, batch)
+            return means.new_empty(0), means, losses, *carry
+        if carried:
+            raise ValueError("a task with a carry visits one unit per step")
+        gradients, losses, _ = on_all_workers(parameters, (), tuple(b.flatten(0, 1) for b in batch))
+        gradients, losses = gradients.view(workers, units, -1), losses.view(workers, units)
+        return gradients, gradients.mean(1), losses.mean(1)
+
+    return compute
+
+
+def _by_vmap(task: Task, flat: FlatParameters) -> Callable:
+    def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        each = vmap(grad_and_value(task.loss, has_aux=True), in_dims=(None, 0, *(0 for _ in batch)))
+        gradients, (losses, carry) = each(flat.unflatten(parameters), carry, *batch)
+        return flat.flatten(gradients, batch_dims=1), losses, carry
+
+    return compute
+
+
+def _by_backward(task: Task, flat: FlatParameters) -> Callable:
+    def one(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        with torch.enable_grad():
+            leaf = parameters.detach().requires_grad_()
+            loss, carry = task.loss(flat.unflatten(leaf), carry, *batch)
+            return torch.autograd.grad(loss, leaf)[0], loss.detach(), tuple(c.detach() for c in carry)
+
+    def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        rows = side_by_side(
+            [
+                partial(one, parameters, tuple(c[i] for c in carry), tuple(b[i] for b in batch))
+                for i in range(len(batch[0]))
+            ],
+            parameters.device,
+        )
+        gradients, losses, carries = zip(*rows, strict=True)
+        return torch.stack(gradients), torch.stack(losses), tuple(torch.stack(c) for c in zip(*carries, strict=True))
+
+    return compute
+
+
+def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tuple[Tensor, ...]]:
+    """`compute` with the workers' mean gradients [workers, dim] replaced by their sum [dim], or mean over `workers`."""
+
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        unit_gradients, worker_means, *rest = compute(*inputs)
+        total = tree_sum(worker_means)
+        return unit_gradients, total if workers is None else total / workers, *rest
+
+    return function

@@ -1,0 +1,81 @@
+"""torchopt optimisers and learning-rate schedules, over one flat parameter vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torchopt
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cdgrab.errors import CdgrabError
+from experiments.training.compiled import Compiled
+
+OPTIMISERS = ("sgd", "adamw")
+SCHEDULES = ("constant", "step", "linear")
+
+
+class Optimiser:
+    """`step(parameters, gradient)` returns new parameters; `state` is a list of tensors."""
+
+    def __init__(
+        self, config: DictConfig, steps_per_epoch: int, epochs: int, parameters: Tensor, compiled: bool = True
+    ) -> None:
+        self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
+        self._clip = _clip_norm(config)
+        # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
+        self.state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
+        gradient = torch.zeros_like(parameters)  # not `parameters` again: tracing tells inputs apart by identity
+        # torchopt's momentum leaves its factor out in the first call it ever sees, a Python flag that would be traced
+        # (and would come back with every resume): use that call up on zeros, where it makes no difference.
+        self._functional_update(parameters, gradient, *self.state)
+        self._update = Compiled(self._functional_update, compiled).for_inputs(parameters, gradient, *self.state)
+
+    def _functional_update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        nested = pytree.tree_unflatten(list(state), self._spec)
+        if self._clip is not None:
+            gradient = clipped(gradient, self._clip)
+        updates, nested = self._transform.update(gradient, nested, params=parameters, inplace=False)
+        new_parameters = torchopt.apply_updates(parameters, updates, inplace=False)
+        return new_parameters, *pytree.tree_leaves(nested)
+
+    def step(self, parameters: Tensor, gradient: Tensor) -> Tensor:
+        """New parameters; the state moves along."""
+        new_parameters, self.state = self.updated(parameters, gradient)
+        return new_parameters
+
+    def updated(self, parameters: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """New parameters and the state that belongs to them; nothing is changed."""
+        new_parameters, *state = self._update(parameters, gradient, *self.state)
+        return new_parameters, state
+
+
+def clipped(gradient: Tensor, norm: float) -> Tensor:
+    """The gradient, made as short as `norm` where it is longer, by the formula of torch.nn.utils.clip_grad_norm_."""
+    return gradient * (norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
+
+
+def _clip_norm(config: DictConfig) -> float | None:
+    norm = config.get("clip")
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm < math.inf):
+        raise CdgrabError(f"task.clip must be null or a number above 0, got {norm!r}")
+    return norm
+
+
+def _build(config: DictConfig, rate: Callable[[Tensor], Tensor] | float) -> torchopt.base.GradientTransformation:
+    if config.optimiser == "sgd":
+        return torchopt.sgd(rate, momentum=config.momentum, weight_decay=config.weight_decay)
+    return torchopt.adamw(rate, weight_decay=config.weight_decay)
+
+
+def _schedule(config: DictConfig, steps_per_epoch: int, epochs: int) -> Callable[[Tensor], Tensor] | float:
+    """constant; step: × factor every `every` epochs; linear: down to zero at the end of the run."""
+    lr, schedule = config.lr, config.schedule
+    if schedule.kind == "constant":
+        return lr
+    if schedule.kind == "step":
+        return lambda count: lr * torch.pow(schedule.factor, (count // (schedule.every * steps_per_epoch)).double())
+    return lambda count: lr * (1.0 - count.double() / (epochs * steps_per_epoch)).clamp_min(0.0)

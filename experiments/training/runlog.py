@@ -1,0 +1,107 @@
+"""What a run leaves behind: metrics.jsonl (one line per epoch) and manifest.json (what was run, on what, how fast)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from cdgrab.errors import CdgrabError
+from cdgrab.sorters import LABELS
+from experiments.store.files import append_line, replacing, write_atomically
+from experiments.store.records import environment, now, read_manifest, read_metrics
+from experiments.training.config import Run
+
+NONE_YET = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # metrics of a run that begins
+
+
+class RunLog:
+    """Writes one run's folder. Only rank 0 holds an active log; the others' methods do nothing."""
+
+    def __init__(self, run: Run, active: bool) -> None:
+        self.directory, self.active = run.directory, active
+        self.metrics_path = run.directory / "metrics.jsonl"
+        self.manifest_path = run.directory / "manifest.json"
+        self._phases: list[dict] = []  # seconds of every epoch, by phase
+        self._manifest: dict = {}
+
+    def begin(
+        self,
+        run: Run,
+        rows: dict[str, int],
+        sizes: dict[str, int],
+        world_size: int,
+        device: torch.device,
+        metrics: dict | None = None,
+    ) -> None:
+        """Start, or go on from a checkpoint, when metrics were as `measured`: lines written later are dropped."""
+        if not self.active:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        kept = _first_bytes(self.metrics_path, NONE_YET if metrics is None else metrics)
+        before = {} if metrics is None else read_manifest(self.directory)
+        with replacing(self.metrics_path) as file:
+            file.write(kept)
+        self._phases = [line["phases"] for line in read_metrics(self.metrics_path)]
+        self._manifest = {
+            "status": "running",
+            "name": run.config.name,
+            "task": run.config.task.name,
+            "sorter": run.config.sorter.name,
+            "sorter_label": LABELS[run.config.sorter.name],
+            "sparsifier": run.config.sparsifier.name,
+            "seed": run.config.seed,
+            "size": run.size,
+            "config": OmegaConf.to_container(run.config, resolve=True),
+            "science": run.science,  # what decides the result, flat: same here, same run
+            "data": run.source.as_record() | {"rows": rows},
+            "sizes": sizes,
+            "processes": world_size,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            **environment(),
+            "started": before.get("started", now()),
+            "resumed": [] if metrics is None else [*before.get("resumed", []), now()],
+        }
+        self._write_manifest()
+
+    def record(self, metrics: dict) -> None:
+        """One finished epoch."""
+        if not self.active:
+            return
+        append_line(self.metrics_path, metrics)
+        self._phases.append(metrics["phases"])
+
+    def finish(self, status: str, reason: str | None = None) -> None:
+        """status: finished, interrupted or diverged."""
+        if self.active and self._manifest:
+            self._manifest |= {"status": status, "ended": now()}
+            if reason:
+                self._manifest["reason"] = reason
+            self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        epochs = max(len(self._phases), 1)
+        names = self._phases[0] if self._phases else {}
+        mean = {name: round(sum(phases[name] for phases in self._phases) / epochs, 6) for name in names}
+        training = sum(seconds for phase, seconds in mean.items() if phase != "evaluation")
+        timing = {"seconds_per_epoch": round(training, 6), "phases": mean}
+        content = self._manifest | {"updated": now(), "timing": timing}
+        write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
+
+
+def measured(directory: Path) -> dict:
+    """How long a run's metrics are, and their checksum."""
+    path = directory / "metrics.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _first_bytes(path: Path, wanted: dict) -> bytes:
+    """What the file held when it was `measured`; refused when it was changed since."""
+    content = path.read_bytes()[: wanted["bytes"]] if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+        raise CdgrabError(f"{path} is not what it was at the checkpoint; move the folder away to start this run again")
+    return content

@@ -1,0 +1,48 @@
+"""Signals that ask a run to end: it goes on to the end of a block of steps, saves everything, and then ends.
+
+Ctrl-C (SIGINT) ends with status 130. A scheduler's SIGTERM ends with status 75, "temporary failure": start me again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+REQUEUE = 75  # EX_TEMPFAIL
+STATUS = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: REQUEUE}
+NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}  # in manifests and messages
+SAME = 2.0  # seconds in which a terminal and torchrun pass on the same Ctrl-C
+
+
+class StopRequest:
+    """What has been asked for so far: a signal's number, or 0."""
+
+    def __init__(self) -> None:
+        self.number, self._since = 0, 0.0
+
+    def __call__(self) -> int:
+        return self.number
+
+    def on_signal(self, number: int, frame: object) -> None:
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # who asks again does not want to wait
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Only the main thread can listen; elsewhere signals do what they did."""
+    stop_request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop_request
+        return
+    before = {number: signal.signal(number, stop_request.on_signal) for number in STATUS}
+    try:
+        yield stop_request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
