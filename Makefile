@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
+IMPORTS = $(BIN)/lint-imports --no-logo
 DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
@@ -37,7 +38,7 @@ $(READY): requirements.lock requirements-no-deps.lock pyproject.toml
 	@touch $@
 
 test: $(READY) ## lint and all tests
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet . && $(IMPORTS) && $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-multinode: $(READY) ## a rank is killed, one stands still; one run on two hosts, network namespaces of this machine: needs root
 	@$(BIN)/python -m pytest tests/system/test_elastic.py tests/system/test_multinode.py -rs
@@ -46,8 +47,8 @@ test-slurm: $(READY) ## runs through a one-node Slurm (Debian's slurm-wlm and mu
 	@$(BIN)/python -m pip install --quiet hydra-submitit-launcher==1.2.0
 	@$(BIN)/python -m pytest tests/system/test_slurm.py -rs
 
-lint: $(READY) ## ruff, check and format
-	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+lint: $(READY) ## ruff, check and format; import-linter: which room may import which
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(IMPORTS)
 
 reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table
 	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
@@ -75,4 +76,4 @@ report: $(READY) ## one table of all runs under results/runs: results/REPORT.md
 	@$(BIN)/python -m scripts.report
 
 clean: ## remove .venv and caches; results stay
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis; find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache; find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -133,17 +133,7 @@ def on_gpu():
     if torch.cuda.is_available():
         yield kernels.gpu, "cuda"
         return
-    from triton.runtime import interpreter
-
-    patch_tensors = interpreter._patch_lang_tensor
-
-    def with_numbers(tensor, scope):  # as loop bounds; Triton 3.6 converts arrays of one number, numpy 2.4 no longer
-        patch_tensors(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", with_numbers)
-        yield kernels.gpu, "cpu"
+    yield kernels.gpu, "cpu"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
