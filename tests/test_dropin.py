@@ -123,8 +123,8 @@ def test_an_overflow_counts_as_zero():
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     sampler = attached(model, attach={"scaler": scaler})
-    seen, see = [], sampler.sorter.observe
-    sampler.sorter.observe = lambda positions, rows: (seen.append(rows.clone()), see(positions, rows))
+    seen, observe = [], sampler.sorter.observe
+    sampler.sorter.observe = lambda positions, rows: (seen.append(rows.clone()), observe(positions, rows))
     with pytest.warns(UserWarning, match="not finite"):
         train(model, sampler, epochs=2, scaler=scaler, factor=lambda step: float("inf") if step == 3 else 1.0)
     assert [bool(rows.any()) for rows in seen] == [step != 3 for step in range(16)]
@@ -144,8 +144,8 @@ def test_models_of_all_kinds(kind):
 def test_clipping_comes_after_the_sampler_has_looked():
     model = network()
     sampler = attached(model)
-    seen, see = [], sampler.see
-    sampler.see = lambda gradients: (seen.append(gradients[0].clone()), see(gradients))
+    seen, observe = [], sampler.ledger.observe
+    sampler.ledger.observe = lambda gradients: (seen.append(gradients[0].clone()), observe(gradients))
     train(model, sampler, epochs=1, note=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
     assert min(float(g.norm()) for g in seen) > 1e-2
 
@@ -249,7 +249,10 @@ def test_states_of_loader_and_sampler_must_be_of_one_moment(earlier):
 def test_gradients_of_single_examples(model):
     sampler = attached(model, 7, unit="example")
     seen = []
-    sampler.see = lambda gradients: (seen.append(gradients), setattr(sampler.sorter, "position", 7 * len(seen)))
+    sampler.ledger.observe = lambda gradients: (
+        seen.append(gradients),
+        setattr(sampler.sorter, "position", 7 * len(seen)),
+    )
     _, inputs, labels = dataset().tensors
     for batch in list(sampler)[:2]:
         model.zero_grad()

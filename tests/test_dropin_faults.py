@@ -19,8 +19,8 @@ def one_pass(model, batch):
 
 def seen_by(sampler):
     """Gradients that the sampler gets from now on."""
-    seen, see = [], sampler.see
-    sampler.see = lambda gradients: (seen.append(gradients.clone()), see(gradients))
+    seen, observe = [], sampler.ledger.observe
+    sampler.ledger.observe = lambda gradients: (seen.append(gradients.clone()), observe(gradients))
     return seen
 
 

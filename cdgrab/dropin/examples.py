@@ -8,47 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cdgrab.dropin.hooks import BackwardPasses, flat
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.ddp import common_dtype, places
-
-if TYPE_CHECKING:
-    from cdgrab.dropin.sampler import OrderedBatchSampler
 
 AGREEMENT = 1e-3  # how far the sum over examples may be from the batch's gradient, relative to its length
 
 
 class ExampleGradients:
-    """Shows the sampler the gradients [batch, dim] of all examples of a batch after every backward pass."""
+    """Observes the gradients [batch, dim] of all examples of a batch after every backward pass."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], sampler: OrderedBatchSampler) -> None:
-        self._sampler, self._parameters, self._places = sampler, parameters, places(parameters)
-        self._dim = sum(parameter.numel() for parameter in parameters)
-        self._rows: Tensor | None = None
-        self._busy = self._checked = False
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm):
                 raise CdgrabError(f"{name or 'the model'} mixes the examples of a batch (BatchNorm); use unit='batch'")
-        self._model = model
+        self._model, self._ledger, self._parameters, self._places = model, ledger, parameters, places(parameters)
+        self._dim = sum(parameter.numel() for parameter in parameters)
+        self._rows: Tensor | None = None
+        self._busy = self._checked = False
 
     def hook(self) -> list:
         notes = [layer.register_forward_hook(partial(self._note, name)) for name, layer in layers(self._model)]
-        return notes + BackwardPasses(self._parameters, self._sampler.start_backward, self._complete).handles
+        return notes + BackwardPasses(self._parameters, self._ledger.start_backward, self._complete).handles
 
     def skip(self) -> None:
         self._rows = None
-        self._sampler.observe(self._parameters[0].new_zeros(self._batch(), self._dim))
+        self._ledger.observe_zero(self._parameters[0])
 
     def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
-        if self._busy or not torch.is_grad_enabled() or not self._sampler.is_active():
+        if self._busy or not torch.is_grad_enabled() or not self._ledger.is_active():
             return
-        batch = self._batch()
+        batch = self._ledger.next_units()
         if not isinstance(output, Tensor) or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
             raise CdgrabError(f"unit='example' needs layers of one tensor in, one tensor out; {name} is not")
         if len(output) != batch or len(arguments[0]) != batch:
@@ -56,10 +52,6 @@ class ExampleGradients:
         if output.requires_grad:
             given = arguments[0].detach()
             output.register_hook(lambda gradient: self._add(name, layer, given, gradient))
-
-    def _batch(self) -> int:
-        sampler = self._sampler
-        return min(sampler.batch_size, sampler.sorter.units - sampler.sorter.position)
 
     def _add(self, name: str, layer: nn.Module, given: Tensor, gradient: Tensor) -> None:
         own = {key: value for key, value in layer.named_parameters() if value.requires_grad}
@@ -88,10 +80,10 @@ class ExampleGradients:
             return
         if not self._checked:
             self._check(rows, gradients)
-        self._sampler.observe(rows * len(rows))  # of the mean over the batch, each example has a part of one in so many
+        self._ledger.observe(rows * len(rows))  # in the batch's mean, each example counts as one in so many
 
     def _check(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """What was found must add up to the gradient of the batch, else it misses some use of a parameter."""
+        """The rows must add up to the gradient of the batch, or they miss some use of a parameter."""
         whole = flat(self._parameters, gradients)
         if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
             raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")

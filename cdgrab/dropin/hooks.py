@@ -24,7 +24,7 @@ class BackwardPasses:
         start_backward: Callable[[], bool],
         complete: Callable[[list[Tensor | None]], None] | None = None,
     ) -> None:
-        self._begins, self._complete, self._parameters = start_backward, complete, len(parameters)
+        self._start, self._complete, self._parameters = start_backward, complete, len(parameters)
         self._pass, self._wanted = -1, False
         self._found: list[Tensor | None] = []
         self.handles = [parameter.register_hook(partial(self._note, i)) for i, parameter in enumerate(parameters)]
@@ -33,7 +33,7 @@ class BackwardPasses:
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._pass:
             self._pass, self._found = this_pass, [None] * self._parameters
-            self._wanted = self._begins() and self._complete is not None
+            self._wanted = self._start() and self._complete is not None
             if self._wanted:
                 Variable._execution_engine.queue_callback(self._end)
         if self._wanted:

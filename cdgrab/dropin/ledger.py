@@ -1,37 +1,119 @@
-"""Batches given out, backward passes seen: every batch must have one, else gradients are taken for those of others."""
+"""What is known of the epoch under way: batches handed out, backward passes seen, gradients passed on to the sorter."""
 
 from __future__ import annotations
 
+import math
 import warnings
+
+from torch import Tensor
 
 from cdgrab.dropin.refusals import REENTRANT
 from cdgrab.errors import CdgrabError
+from cdgrab.sorters.base import Sorter
+from cdgrab.sparsify.base import Sparsifier
 
 
-class Pace:
-    """Of one epoch. Loaders read ahead, but never further than when the first gradient of the epoch came."""
+class Ledger:
+    """Keeps batches and gradients together. Every batch needs a backward pass, or gradients are taken for those of
+    other batches."""
 
-    def __init__(self) -> None:
-        self.backwards = 0  # passes of the unit that is under way
-        self.start(0)
+    def __init__(self, batch_size: int, accumulation_steps: int, unit: str) -> None:
+        self.batch_size, self.accumulation_steps, self.unit = batch_size, accumulation_steps, unit
+        self.sorter: Sorter | None = None
+        self.scaler: object = None  # its scale is divided out of every gradient
+        self.sparsifier: Sparsifier | None = None  # averages the gradients
+        self.paused = False
+        self.resuming = False  # a state was loaded, and its epoch has not gone on yet
+        self.not_finite = False  # some gradient of this epoch was
+        self.handed_out = 0  # batches of this epoch
+        self.passes = 0  # backward passes of the unit under way
+        self.reader: object = None  # the iterator that hands out batches; older ones must not
+        self.last_event = ""  # see `BatchIterator.state_dict`
+        self._ahead: int | None = None  # how far the loader reads ahead: never further than at the first backward pass
 
-    def start(self, done: int) -> None:
-        """An epoch start_backward, or goes on after `done` batches."""
-        self.yielded = done
-        self._ahead: int | None = None
+    @property
+    def takes_shards(self) -> bool:
+        """Whether the sorter gets its coordinates of everybody's gradient, on the way to the mean, or whole ones."""
+        return self.sorter.takes_shards and self.unit == "batch" and self.sparsifier is None
 
-    def backward(self, done: int) -> None:
-        """Another pass start_backward; `done`: batches of complete units."""
-        ahead = self.yielded - done - self.backwards - 1
+    def batches_done(self) -> int:
+        """Batches of this epoch whose gradients have been observed."""
+        position = self.sorter.position
+        return math.ceil(position / self.batch_size) if self.unit == "example" else position * self.accumulation_steps
+
+    def next_units(self) -> int:
+        """How many units the next gradients belong to."""
+        return min(self.batch_size, self.sorter.units - self.sorter.position) if self.unit == "example" else 1
+
+    def hand_out_from_here(self) -> None:
+        """An epoch starts, or goes on after the batches that are done."""
+        self.handed_out, self.passes, self._ahead = self.batches_done(), 0, None
+
+    def is_active(self) -> bool:
+        """Whether gradients belong to a batch now: an epoch is under way."""
+        return not (self.paused or self.resuming or self.sorter is None or self.sorter.epoch < 0)
+
+    def start_backward(self) -> bool:
+        """Called when a backward pass starts. Returns whether it belongs to a batch; one too many is refused."""
+        if not self.is_active():
+            return False
+        self.last_event = "backward"
+        ahead = self.handed_out - self.batches_done() - self.passes - 1
         if ahead < 0:
             raise CdgrabError(
-                f"more backward passes than the {self.yielded} batches so far: call backward once per batch, and "
+                f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, and "
                 f"others inside `with sampler.paused():` ({REENTRANT})"
             )
         if self._ahead is not None and ahead > self._ahead:
             warnings.warn(
                 "a batch had no backward pass, and the next one's gradient counts as its own: call sampler.skip() "
                 "for batches that are left out",
-                stacklevel=5,
+                stacklevel=4,
             )
         self._ahead = ahead if self._ahead is None else max(ahead, self._ahead)
+        return True
+
+    def unit_complete(self) -> bool:
+        """Counts a backward pass of the unit under way. Returns whether it was the last one."""
+        self.passes = (self.passes + 1) % self.accumulation_steps
+        return self.passes == 0
+
+    def scale(self) -> float:
+        """What gradients are multiplied by."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def observe(self, gradients: Tensor) -> None:
+        """Gradients [k, dim] of the next k units of this process."""
+        sorter, start = self.sorter, self.sorter.position
+        if not sorter.needs_gradients:  # it was made before the model was known
+            gradients = gradients.new_zeros(len(gradients), sorter.dim)
+        sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
+        self._finish_epoch()
+
+    def observe_shard(self, shard: Tensor) -> None:
+        """This process's coordinates of everybody's next gradient, [workers, width] (see `cdgrab.runtime.mean`)."""
+        self.sorter.observe_shard(self._clean(shard))
+        self._finish_epoch()
+
+    def observe_zero(self, like: Tensor) -> None:
+        """The next gradients count as zero; like: a tensor of their type and device."""
+        group, dim = self.sorter.group, self.sorter.dim
+        if self.takes_shards:
+            self.observe_shard(like.new_zeros(group.workers, group.widths(dim)[group.rank]))
+        else:
+            self.observe(like.new_zeros(self.next_units(), dim))
+
+    def _finish_epoch(self) -> None:
+        """All processes observe the last gradient of an epoch; any of them may ask for the next order alone."""
+        if self.sorter.position == self.sorter.units:
+            self.sorter.drain()
+
+    def _clean(self, gradients: Tensor) -> Tensor:
+        """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
+        gradients = gradients.float() if gradients.element_size() < 4 else gradients
+        if self.scaler is not None:
+            gradients /= self.scale()
+        if gradients.is_cuda or not math.isfinite(float(gradients.sum())):
+            self.not_finite |= not gradients.is_cuda
+            gradients.nan_to_num_(0.0, 0.0, 0.0)
+        return gradients

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -31,7 +33,7 @@ def refuse_gpu_only(group: WorkerGroup) -> None:
 
 
 def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
-    """DDP's must be the sampler's."""
+    """DDP and the sampler must be given the same ones."""
     theirs = one_worker_per_process(process_group)
     if theirs.world_size != group.world_size:
         known = f"{group.world_size} process{'es' if group.world_size > 1 else ''}"
@@ -75,11 +77,13 @@ def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter]) -> No
             )
 
 
-def refuse_wrapper(caller: object) -> None:
-    """caller: whoever takes batches from the sampler."""
-    name = type(caller).__name__
-    if type(caller).__module__.startswith("accelerate") and name in WRAPPERS:
-        raise CdgrabError(WRAPPERS[name])
+def refuse_wrappers(sampler: object) -> None:
+    """They read a sampler just as loaders do, so they have to be looked for among all objects."""
+    library = sys.modules.get("accelerate.data_loader")
+    sentences = {getattr(library, name, None): sentence for name, sentence in WRAPPERS.items()} if library else {}
+    for found in gc.get_objects() if sentences else ():
+        if type(found) in sentences and found.batch_sampler is sampler:
+            raise CdgrabError(sentences[type(found)])
 
 
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
@@ -97,13 +101,8 @@ def refuse_other_sparsifier(state: dict | None, sparsifier: object) -> None:
         raise CdgrabError(f"this state belongs to a sampler attached {there} a sparsifier, and this one is {here}")
 
 
-def refuse_other_moment(loader: tuple[int, int], sampler: tuple[int, int] | None) -> None:
-    """Epoch and batch after which each was saved; None: the sampler has no state yet."""
-    if sampler is None:
-        raise CdgrabError(
-            "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
-            "and load that first"
-        )
+def refuse_other_moment(loader: tuple[int, int], sampler: tuple[int, int]) -> None:
+    """Epoch and batch after which each was saved."""
     if loader != sampler:
         raise CdgrabError(
             f"the loader was saved in epoch {loader[0]} after batch {loader[1]}, the sampler in epoch {sampler[0]} "

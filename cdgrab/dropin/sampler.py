@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Sampler
 
 from cdgrab.checks import count, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
-from cdgrab.dropin.gradients import Attachment
-from cdgrab.dropin.ledger import Pace
+from cdgrab.dropin.gradients import ObservedModel
+from cdgrab.dropin.iterator import BatchIterator
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
@@ -22,12 +22,13 @@ from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sorters.base import Sorter
 
 UNITS = ("batch", "example")
+SETTINGS = ("batch_size", "accumulation_steps", "unit", "drop_last", "seed")
 STATE_VERSION = 1
-BUFFER_MB = 32.0  # of rows that are decided together: the more, the fewer exchanges of inner products
+BUFFER_MB = 32.0  # rows that are decided together: the more, the fewer exchanges of inner products
 
 
 class OrderedBatchSampler(Sampler[list[int]]):
-    """Batches of example numbers for a `DataLoader(dataset, batch_sampler=…)`, in an order that is chosen anew for
+    """Batches of example numbers for a `DataLoader(dataset, batch_sampler=…)`, in an order that is learnt anew for
     every epoch from the gradients of the last one.
 
         sampler = OrderedBatchSampler(dataset, batch_size=32, sorter="cd_grab", seed=0)
@@ -71,70 +72,67 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._examples = len(dataset)
         self._batches = math.ceil(len(own) / self.batch_size)
         self._own = own if unit == "example" else units.cut(own, self.batch_size, self.accumulation_steps)
-        self.sorter: Sorter | None = None
-        self._loaded: dict | None = None  # a state that waits for `attach`
-        self._attachment: Attachment | None = None
-        self._resuming = self._fresh = False  # in the middle of an epoch; a state was loaded, nothing done since
-        self._paused = self._not_finite = False
+        self.ledger = Ledger(self.batch_size, self.accumulation_steps, unit)
+        self._model: ObservedModel | None = None
+        self._waiting: dict | None = None  # a state that was loaded before `attach`
+        self._just_loaded = False  # no batch has been handed out since
         self._began = -1  # the position at which the last iteration began
-        self.pace = Pace()
-        self._iterator = object()
-        self._scaler = self._sparsifier = None
-        self._handles: list = []
         if not SORTERS[sorter].needs_gradients:
             self._make_sorter(1)  # orders can be had without a model
 
-    # -- what a DataLoader wants ------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(sorter={self._sorter_name!r}, unit={self.unit!r}, batches={self._batches}, "
+            f"processes={self.group.world_size}, attached={self._model is not None})"
+        )
+
+    @property
+    def sorter(self) -> Sorter | None:
+        """What decides the orders; None where that needs gradients and no model is attached yet."""
+        return self.ledger.sorter
+
+    # -- what a DataLoader wants --------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Batches per epoch, of this process."""
         return self._batches
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """The batches of the next epoch; after `load_state_dict` the rest of the one that was interrupted.
-
-        The epoch start_backward with its first batch: loaders make iterators that they never use.
-        """
-        if self.sorter is None:
-            raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
-        refusals.refuse_wrapper(sys._getframe(1).f_locals.get("self"))
-        if self._attachment and self.sorter.needs_gradients:
-            self._attachment.check()
-        if not self._resuming and not self._only_looked():
-            self._next_epoch()
-        self._resuming = self._fresh = False
-        self._began = self.sorter.position
-        self._loaded = None
-        self._iterator = mine = object()
-        self.pace.start(self._done())
-        for batch in self._in_order(self.sorter.order(self.sorter.epoch)[0].tolist())[self.pace.yielded :]:
-            if self._iterator is not mine:
-                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
-            self.pace.yielded += 1
-            yield batch
-
-    def _only_looked(self) -> bool:
-        """Since the last iteration began, in the middle of an epoch, no gradient has come."""
-        return 0 < self.sorter.position < self.sorter.units and self.sorter.position == self._began
+    def __iter__(self) -> BatchIterator:
+        """The batches of the next epoch; after `load_state_dict` the rest of the one that was interrupted."""
+        return BatchIterator(self.ledger, self._start_epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Accepted, since scripts call it on a DistributedSampler. Epochs are counted here without it."""
+
+    def _start_epoch(self) -> list[list[int]]:
+        """Starts the next epoch, or goes on with one. Returns the batches that are left of it."""
+        sorter, ledger = self.sorter, self.ledger
+        if sorter is None:
+            raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
+        if self._began < 0 or self._just_loaded:  # later ones are not worth a search
+            refusals.refuse_wrappers(self)
+        if self._model and sorter.needs_gradients:
+            refusals.refuse_new_parameters(self._model.model, self._model.parameters)
+        if not ledger.resuming and not self._only_looked():
+            self._next_order()
+        ledger.resuming = self._just_loaded = False
+        self._began, self._waiting = sorter.position, None
+        ledger.hand_out_from_here()
+        return self._in_order(sorter.order(sorter.epoch)[0].tolist())[ledger.handed_out :]
+
+    def _only_looked(self) -> bool:
+        """Whether no gradient has come since the last iteration began, in the middle of an epoch."""
+        return 0 < self.sorter.position < self.sorter.units and self.sorter.position == self._began
 
     def _in_order(self, order: list[int]) -> list[list[int]]:
         if self.unit == "example":
             return [batch.tolist() for batch in self._own[order].split(self.batch_size)]
         return [batch for unit in order for batch in self._own[unit]]
 
-    def _done(self) -> int:
-        """Batches whose gradients have been seen."""
-        position = self.sorter.position
-        return math.ceil(position / self.batch_size) if self.unit == "example" else position * self.accumulation_steps
-
-    def _next_epoch(self) -> None:
+    def _next_order(self) -> None:
         sorter, epoch = self.sorter, self.sorter.epoch
-        self.pace.backwards = 0
         if epoch >= 0 and sorter.needs_gradients and not sorter.position:
-            if self.pace.yielded == self._batches:
+            if self.ledger.handed_out == self._batches:
                 _warn(
                     f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (and "
                     "to look at batches only, make a loader without this sampler)"
@@ -146,10 +144,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 f"epoch {epoch} ended with {unseen} of {sorter.units} {self._unit_name()} without a gradient; they "
                 "keep their order (they are the last: call sampler.skip() for batches left out in between)"
             )
-        if self._not_finite:
+        if self.ledger.not_finite:
             _warn(f"gradients of epoch {epoch} were not finite; what was not, counted as zero")
         sorter.order(epoch + 1, cut_short=True)
-        self._not_finite = False
+        self.ledger.not_finite = False
 
     def _unit_name(self) -> str:
         return "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
@@ -172,121 +170,74 @@ class OrderedBatchSampler(Sampler[list[int]]):
         the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
         `cdgrab.make_sparsifier`) sends a selection only. `scaler`: the GradScaler whose scale gradients carry.
         """
-        if self._attachment:
+        if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
-        attachment = Attachment(self, model, compress, sparsifier, sparsifier_options)
-        layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": attachment.dim}
+        observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, sparsifier_options)
+        layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
         refusals.refuse_different_ranks(self.group, layout)
-        before = self.sorter
-        self._scaler, self._sparsifier = scaler, attachment.sparsifier
+        before = dict(vars(self.ledger))
+        self._model, self.ledger.scaler, self.ledger.sparsifier = observed, scaler, observed.sparsifier
         try:
             if self.sorter is None:
-                self._make_sorter(attachment.dim)
-            if self._loaded is not None:
-                self.load_state_dict(self._loaded)
-            attachment.start()
+                self._make_sorter(observed.dim)
+            if self._waiting is not None:
+                self.load_state_dict(self._waiting)
+            observed.start()
         except BaseException:  # as if nothing had happened
-            self._remove_hooks()
-            self.sorter, self._scaler, self._sparsifier = before, None, None
+            observed.stop()
+            self._model = None
+            vars(self.ledger).update(before)
             raise
-        self._attachment, self._loaded = attachment, None
+        self._waiting = None
         return self
 
     def detach(self) -> None:
         """Look at the model no longer. (DDP keeps a communication hook for ever: it goes on averaging.)"""
-        self._remove_hooks()
-        self._paused = True
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._model:
+            self._model.stop()
+        self.ledger.paused = True
 
     @contextmanager
     def paused(self):
         """Backward passes in this context are not counted: those that do not belong to a batch of the loader."""
-        before, self._paused = self._paused, True
+        before, self.ledger.paused = self.ledger.paused, True
         try:
             yield
         finally:
-            self._paused = before
-
-    def _make_sorter(self, dim: int) -> None:
-        buffer = {"buffer_mb": BUFFER_MB} if "buffer_mb" in sorter_options(self._sorter_name) else {}
-        self.sorter = make_sorter(
-            self._sorter_name,
-            workers=self.group.workers,
-            units=len(self._own),
-            dim=dim,
-            seed=self.seed,
-            group=self.group,
-            **(buffer | self._options),
-        )
+            self.ledger.paused = before
 
     def skip(self) -> None:
         """The batch that came last gets no backward pass; its gradient counts as zero. On all processes together."""
-        if self._attachment and self.start_backward():
-            self._attachment.skip()
+        if self._model and self.ledger.start_backward():
+            self._model.skip()
 
-    def is_active(self) -> bool:
-        """Whether gradients belong to a batch now: some epoch is under way."""
-        return not (self._paused or self._resuming or self.sorter is None or self.sorter.epoch < 0)
-
-    def start_backward(self) -> bool:
-        """Called when a backward pass start_backward. Returns whether it counts; one too many is refused."""
-        counts = self.is_active()
-        if counts:
-            self.pace.backward(self._done())
-        return counts
-
-    def scale(self) -> float:
-        """What gradients are multiplied by."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
-    def observe(self, gradients: Tensor) -> None:
-        """Gradients [k, dim] of the next k units of this process."""
-        position = self.sorter.position
-        if not self.sorter.needs_gradients:  # it was made before the model was known
-            gradients = gradients.new_zeros(len(gradients), self.sorter.dim)
-        self.sorter.observe(range(position, position + len(gradients)), self._clean(gradients.detach().clone())[None])
-        self._end_epoch()
-
-    def observe_shard(self, share: Tensor) -> None:
-        """This process's coordinates of everybody's next gradient (see `cdgrab.runtime.mean`)."""
-        self.sorter.observe_shard(self._clean(share))
-        self._end_epoch()
-
-    def _end_epoch(self) -> None:
-        """With the last gradient of an epoch, where all processes are: one of them may ask for the next order alone."""
-        if self.sorter.position == self.sorter.units:
-            self.sorter.drain()
-
-    def _clean(self, gradients: Tensor) -> Tensor:
-        """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
-        gradients = gradients.float() if gradients.element_size() < 4 else gradients
-        if self._scaler is not None:
-            gradients /= self.scale()
-        if gradients.is_cuda or not math.isfinite(float(gradients.sum())):
-            self._not_finite |= not gradients.is_cuda
-            gradients.nan_to_num_(0.0, 0.0, 0.0)
-        return gradients
+    def _make_sorter(self, dim: int) -> None:
+        buffer = {"buffer_mb": BUFFER_MB} if "buffer_mb" in sorter_options(self._sorter_name) else {}
+        sizes = {"workers": self.group.workers, "units": len(self._own), "dim": dim}
+        options = {"seed": self.seed, "group": self.group} | buffer | self._options
+        self.ledger.sorter = make_sorter(self._sorter_name, **sizes, **options)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Everything needed to go on from here, mid-epoch too. All processes call it; all get the whole state."""
+        """Everything needed to go on from here, mid-epoch too. All processes call it; all get the whole state.
+
+        A StatefulDataLoader that has just read a batch ahead gets a note in its place, see `BatchIterator.state_dict`.
+        """
         if self.sorter is None:
             raise CdgrabError("a sampler has no state before sampler.attach(model)")
-        if _called_by_a_loader() and self.pace.yielded > self._done():
-            # A stateful loader takes notes whenever it reads ahead, before the gradients of those batches are there.
-            return {"version": STATE_VERSION, "read_ahead": self.pace.yielded, "epoch": self.sorter.epoch}
-        if self.pace.backwards:
+        ledger = self.ledger
+        noted, ledger.last_event = ledger.last_event == "batch noted", "state"
+        if noted and ledger.handed_out > ledger.batches_done():
+            return {"version": STATE_VERSION, "read_ahead": True}
+        if ledger.passes:
             raise CdgrabError("gradients are being accumulated: take the state after a step of the optimiser")
+        sparsifier = ledger.sparsifier
         return {
             "version": STATE_VERSION,
             "layout": self._layout(),
             "sorter": gathered(self.sorter.state_dict(), self.group),
-            "sparsifier": gathered(self._sparsifier.state_dict(), self.group) if self._sparsifier else None,
+            "sparsifier": gathered(sparsifier.state_dict(), self.group) if sparsifier else None,
         }
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
@@ -297,41 +248,34 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
-        if "read_ahead" in state:  # of a loader: our own state, loaded before, must be of the same moment
-            here = (self.sorter.epoch, self._done()) if self._fresh else None
-            refusals.refuse_other_moment((state["epoch"], state["read_ahead"]), here)
-            self._resuming = True  # though nothing may be left of the epoch
+        if "read_ahead" in state:  # of a loader: our own was loaded before, and its iterator compares the two
+            if not self._just_loaded:
+                raise CdgrabError(
+                    "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
+                    "and load that first"
+                )
+            self.ledger.resuming = True  # though nothing may be left of the epoch
             return
         if not refusals.same_layout(state["layout"], self._layout(), repartition):
             return
-        if self._attachment is None and self._loaded is not state:
-            self._loaded = state  # `attach` comes back with it
+        if self._model is None:
+            self._waiting = state  # for `attach`
             if self.sorter is None:
                 return
         else:
-            refusals.refuse_other_sparsifier(state["sparsifier"], self._sparsifier)
+            refusals.refuse_other_sparsifier(state["sparsifier"], self.ledger.sparsifier)
         self.sorter.load_state_dict(state["sorter"])
-        if self._sparsifier:
-            self._sparsifier.load_state_dict(state["sparsifier"])
-        self._resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
-        self._fresh, self.pace.backwards = True, 0
-        self.pace.start(self._done())
+        if self.ledger.sparsifier:
+            self.ledger.sparsifier.load_state_dict(state["sparsifier"])
+        self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
+        self.ledger.hand_out_from_here()
+        self._just_loaded = True
 
     def _layout(self) -> dict:
-        return {
-            "examples": self._examples,
-            "processes": self.group.world_size,
-            "batch_size": self.batch_size,
-            "accumulation_steps": self.accumulation_steps,
-            "unit": self.unit,
-            "drop_last": self.drop_last,
-            "seed": self.seed,
-        }
-
-
-def _called_by_a_loader() -> bool:
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("torchdata.")
+        """What decides which examples make a batch, and which batches a unit."""
+        data = {"examples": self._examples, "processes": self.group.world_size}
+        return data | {name: getattr(self, name) for name in SETTINGS}
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=4)  # at the loader
+    warnings.warn(sentence, stacklevel=5)  # at the loader
