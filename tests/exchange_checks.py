@@ -67,14 +67,14 @@ def orders_from_shares(group, shape, kind):
     workers.WHOLE = 0
     make = partial(cdgrab.make_sorter, "cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
     sorter = make()
-    mean = exchange.Mean(group, dim, keep_shares=True)
+    averager = exchange.Averager(group, dim)
     found = []
     for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
         found.append(sorter.order(epoch))
         for unit in range(units):
-            average = mean(gradients[group.rank, unit])
+            average, shard = averager.average(gradients[group.rank, unit], want_shard=True)
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
-            sorter.observe_shard(mean.take_shares())
+            sorter.observe_shard(shard)
             if unit in (2, 3):  # go on in another one, also amid a pair
                 saved = sorter.state_dict()
                 sorter = make()
@@ -98,7 +98,7 @@ def means(group, divided):
     found = []
     for dim in (1, 2, 7, 1000):
         gradients = torch.randn(group.workers, dim, generator=torch.Generator().manual_seed(dim))
-        found.append(exchange.Mean(group, dim)(exchange.tree_sum(gradients[group.local])))
+        found.append(exchange.Averager(group, dim).average(exchange.tree_sum(gradients[group.local]))[0])
     return found
 
 

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 
 import cdgrab
 from cdgrab import CdgrabError
-from cdgrab.sorters import server as order_server
 from cdgrab.sorters.server import OrderServer
 
 ROW_BYTES = 8  # of one row [1, 1] in float64
 
 
 class Recorder:
-    """A `decide` that remembers what it was given, and how much was waiting for it at most."""
+    """A balancer that remembers what it was given."""
 
-    def __init__(self, delay=0.0):
-        self.seen, self.delay, self.threads = [], delay, set()
+    def __init__(self, block_bytes, delay=0.0):
+        self.block_bytes, self.seen, self.delay, self.threads = block_bytes, [], delay, set()
 
-    def __call__(self, first, rows):
+    def decide(self, first, rows):
         time.sleep(self.delay)
         self.threads.add(threading.current_thread())
         assert first == len(self.seen)
@@ -33,8 +32,7 @@ class Recorder:
 
 def submit(server, start, end):
     """Rows that are their own numbers."""
-    server.submit(torch.arange(start, end, dtype=torch.float64).view(-1, 1, 1))
-    server.advance()
+    server.submit(start, torch.arange(start, end, dtype=torch.float64).view(-1, 1, 1))
 
 
 @given(
@@ -42,44 +40,46 @@ def submit(server, start, end):
     block=st.integers(0, 20),
     buffer=st.integers(1, 40),
     background=st.booleans(),
-    settle_after=st.integers(0, 12),
+    result_after=st.integers(0, 12),
 )
-def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background, settle_after):
-    decide = Recorder()
-    server = OrderServer(decide, block * ROW_BYTES, buffer * ROW_BYTES, background)
-    found, count = [], 0
+def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background, result_after):
+    balancer = Recorder(block * ROW_BYTES)
+    server = OrderServer(balancer, buffer * ROW_BYTES, background)
+    found, count = {}, 0
     for number, size in enumerate(sizes):
-        if number == settle_after and (signs := server.result()) is not None:
-            found.append(signs)
+        if number == result_after and (result := server.result()):
+            found[result[0]] = result[1]
         submit(server, count, count + size)
         count += size
-    if (signs := server.result()) is not None:
-        found.append(signs)
-    assert decide.seen == list(range(count))
+    if result := server.result():
+        found[result[0]] = result[1]
+    assert balancer.seen == list(range(count))
+    assert list(found) == sorted({0, count - len(list(found.values())[-1])} if found else ())
     expected = (torch.arange(count) % 2 * 2 - 1).to(torch.int8)[:, None]
-    assert torch.equal(torch.cat(found), expected) if count else not found
+    assert torch.equal(torch.cat(list(found.values())), expected) if count else not found
     assert server.result() is None
 
 
 def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its_buffer():
-    decide = Recorder(delay=0.5)
-    server = OrderServer(decide, 0, 4 * ROW_BYTES, background=True)
+    balancer = Recorder(0, delay=0.5)
+    server = OrderServer(balancer, 4 * ROW_BYTES, background=True)
     began = time.perf_counter()
     submit(server, 0, 2)
     submit(server, 2, 4)
     assert time.perf_counter() - began < 0.45, "two blocks fit: nobody waits"
     submit(server, 4, 6)  # waits for the first
-    assert len(decide.seen) >= 2
+    assert len(balancer.seen) >= 2
     assert sum(block.size for block in server._running) <= 4 * ROW_BYTES
-    assert len(server.result()) == 6 and threading.main_thread() not in decide.threads
+    assert len(server.result()[1]) == 6 and threading.main_thread() not in balancer.threads
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_what_goes_wrong_in_the_server_reaches_the_caller(background):
-    def fail(first, rows):
-        raise ValueError("no sign")
+    class Failing(Recorder):
+        def decide(self, first, rows):
+            raise ValueError("no sign")
 
-    server = OrderServer(fail, 0, 2**20, background)
+    server = OrderServer(Failing(0), 2**20, background)
     with pytest.raises(ValueError, match="no sign"):
         submit(server, 0, 1)
         server.result()
@@ -88,12 +88,13 @@ def test_what_goes_wrong_in_the_server_reaches_the_caller(background):
 
 
 def test_starting_anew_forgets_what_was_collected():
-    decide = Recorder()
-    server = OrderServer(decide, 100 * ROW_BYTES, 2**20, background=False)
+    server = OrderServer(Recorder(100 * ROW_BYTES), 2**20, background=False)
     submit(server, 0, 3)
-    server.start(0)
+    with pytest.raises(CdgrabError, match="signs were lost"):
+        submit(server, 0, 2)
+    server.forget()
     submit(server, 0, 2)
-    assert len(server.result()) == 2
+    assert len(server.result()[1]) == 2
 
 
 @pytest.mark.parametrize("name", GRADIENT_AWARE)
@@ -113,14 +114,14 @@ def test_gradients_that_come_together_are_decided_in_blocks_that_fit_the_buffer(
     """However many: 32 units of 3 workers, 40 numbers each, are 15 times the buffer."""
     gradients, buffer_bytes = make_gradients("random", 1, 3, 32, 40), 2 * 1920
     sorter = make(name, units=32, dim=40, background=background, buffer_mb=buffer_bytes / 2**20)
-    decide, sizes, held = sorter._decide, [], []
+    decide, sizes, held = sorter._balancer.decide, [], []
 
     def watched(first, rows):
         sizes.append(rows.numel() * rows.element_size())
         held.append(rows.untyped_storage().nbytes())
         return decide(first, rows)
 
-    sorter._decide = watched
+    sorter._balancer.decide = watched
     expected = run(make(name, units=32, dim=40), gradients)[1]
     assert torch.equal(run(sorter, gradients)[1], expected)
     assert len(sizes) >= 8 and max(sizes) == max(held) == buffer_bytes / 2
@@ -161,13 +162,13 @@ def test_loading_a_state_waits_for_blocks_that_are_still_being_decided(name):
 
 
 def slowed_down(sorter, seconds):
-    decide = sorter._decide
+    decide = sorter._balancer.decide
 
     def slowly(first, rows):
         time.sleep(seconds)
         return decide(first, rows)
 
-    sorter._decide = slowly
+    sorter._balancer.decide = slowly
 
 
 def test_a_refused_state_leaves_what_is_being_decided_alone():
@@ -183,18 +184,18 @@ def test_a_refused_state_leaves_what_is_being_decided_alone():
 
 
 class InterruptedWaits:
-    """Stands in for `_Block.wait`: Ctrl-C in every one of the given waits."""
+    """Ctrl-C in every one of the given waits."""
 
     def __init__(self, monkeypatch, numbers):
-        self.count, wait = 0, order_server._Block.wait
+        self.count, wait = 0, OrderServer._wait_for_oldest
 
-        def interrupted(block):
+        def interrupted(server):
             self.count += 1
             if self.count in numbers:
                 raise KeyboardInterrupt
-            return wait(block)
+            return wait(server)
 
-        monkeypatch.setattr(order_server._Block, "wait", interrupted)
+        monkeypatch.setattr(OrderServer, "_wait_for_oldest", interrupted)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -229,7 +230,7 @@ def test_signs_that_are_lost_are_refused_not_shifted():
     """Ctrl-C inside of deciding itself, where the running sum may have moved and the sign is gone."""
     sorter = make("cd_grab", units=8, background=False)
     sorter.order(0)
-    decide, calls = sorter._decide, []
+    decide, calls = sorter._balancer.decide, []
 
     def interrupted(first, rows):
         signs = decide(first, rows)
@@ -238,7 +239,7 @@ def test_signs_that_are_lost_are_refused_not_shifted():
             raise KeyboardInterrupt
         return signs
 
-    sorter._decide = interrupted
+    sorter._balancer.decide = interrupted
     gradients = make_gradients("random", 1, 3, 8, 5)[0]
     sorter.observe(range(8), gradients)
     with pytest.raises(KeyboardInterrupt):

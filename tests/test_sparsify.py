@@ -17,9 +17,9 @@ from sparsify_checks import VARIANTS
 import cdgrab
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, ddp_hook, make_sparsifier, sparsifier_options
-from cdgrab.sparsify.counting import count_reaching
 from cdgrab.sparsify.deft import allot, deal, pieces
 from cdgrab.sparsify.partitions import balanced, block_edges, equal_runs, partition_edges
+from cdgrab.sparsify.threshold import count_reaching
 from experiments.studies.synthetic import LayeredGradients
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from cdgrab.sparsify import SparseMean, make_sparsifier
+from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
 from experiments.studies import base, sparsification_figures
 from experiments.studies.sparsification import parts
@@ -40,14 +40,14 @@ def test_methods_carry_options():
 
 def test_matched_means_have_the_wanted_density_where_plain_ones_build_up():
     found = {}
-    for kind in (SparseMean, MatchedMean):
+    for kind in (SparseAverager, MatchedMean):
         mean, gradients = kind(make_sparsifier("topk", workers=8, dim=10_000)), LayeredGradients(8, 10_000)
         for step in range(50):
             if step == 30:
                 mean.epoch_means()
-            mean(gradients())
+            mean.average(gradients())
         found[kind] = mean.epoch_means()["density"]
-    assert found[MatchedMean] == pytest.approx(0.01, rel=0.1) and found[SparseMean] > 0.03
+    assert found[MatchedMean] == pytest.approx(0.01, rel=0.1) and found[SparseAverager] > 0.03
 
 
 def test_settling_times_by_hand():

@@ -20,30 +20,9 @@ import math
 import torch
 from torch import Tensor
 
-from cdgrab.errors import CdgrabError
-
 # Rows that cancel leave zero in these loops, and a tie. Where inner products are sums over blocks of rows instead, a
 # few last bits may be left, which must not decide: relative to the terms, they count as zero.
 ROUNDING = 2.0**-46
-
-
-def greedy_sign(running: Tensor, vector: Tensor) -> int:
-    """+1 if <running, vector> <= 0, else −1."""
-    return 1 if float(running @ vector) <= 0.0 else -1
-
-
-def walk_sign(running: Tensor, vector: Tensor, width: float, uniform: float, strict: bool = False) -> int:
-    """Sign of the self-balancing walk for one draw `uniform` from Unif[−1, 1].
-
-    `strict` applies the theory's failure test: |<r, v>| > w or ‖r‖_∞ > w means the walk has failed. Common practice
-    (and the default) goes on, with the probability clipped to [0, 1].
-    """
-    inner = float(running @ vector)
-    if strict and (abs(inner) > width or float(running.abs().max()) > width):
-        raise CdgrabError(
-            f"the self-balancing walk failed: <r, v> = {inner:.3g} or the running sum is beyond w = {width:g}"
-        )
-    return 1 if inner <= width * uniform else -1
 
 
 def kh_threshold(q: float, squared_norm: float, penalty: float) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from cdgrab.dropin.refusals import REENTRANT, refuse_other_processes, refuse_spa
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.runtime.mean import Mean
+from cdgrab.runtime.mean import Averager
 from cdgrab.sparsify import Sparsifier, make_sparsifier, sparsifier_options
 
 WIRE = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +55,7 @@ class ObservedModel:
         if sparsifier:
             average = partial(_sparse_average, ledger)
         else:
-            average = partial(_average, Mean(group, self.dim, wire=WIRE[compress]))
+            average = Averager(group, self.dim, wire=WIRE[compress]).average
         if ledger.unit == "example":
             inner = self.model.module if self._parallel else self.model
             self._gradients = ExampleGradients(inner, self.parameters, ledger)
@@ -194,11 +194,6 @@ class ParallelGradients:
                 "gradients of earlier backward passes are still there, and DDP would add them to this batch's: call "
                 "zero_grad() after every step, or accumulate inside no_sync() with accumulation_steps=…"
             )
-
-
-def _average(mean: Mean, gradient: Tensor, want_shard: bool = False) -> tuple[Tensor, Tensor | None]:
-    mean.keep_shares = want_shard
-    return mean(gradient), mean.take_shares()
 
 
 def _sparse_average(ledger: Ledger, gradient: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:

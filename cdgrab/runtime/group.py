@@ -47,10 +47,6 @@ class Traffic:
             raise CollectiveError(name, number, str(error).partition("\n")[0]) from error
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 @dataclass(frozen=True)
 class WorkerGroup:
     """Which of the logical workers this process hosts, and how to reach the others."""
@@ -92,7 +88,7 @@ class WorkerGroup:
         if out.numel():
             with self.traffic.collective("all-gather"):
                 _all_gather(out, tensor.contiguous(), group=self.channel)
-            self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
+            self.traffic.sent += tensor.nbytes * (self.world_size - 1)
         return out
 
     def collect(self, tensor: Tensor) -> Tensor | None:
@@ -102,7 +98,7 @@ class WorkerGroup:
         if self.rank:
             with self.traffic.collective("gather"):
                 dist.gather(tensor.contiguous(), group_dst=0, group=self.channel)
-            self.traffic.sent += _bytes(tensor)
+            self.traffic.sent += tensor.nbytes
             return None
         out = tensor.new_empty((self.world_size, *tensor.shape))
         with self.traffic.collective("gather"):
@@ -137,7 +133,7 @@ class WorkerGroup:
         sizes = [width * count for width in widths]
         with self.traffic.collective("all-to-all"):
             dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
-        self.traffic.sent += _bytes(rows) - mine * count * rows.element_size()
+        self.traffic.sent += rows.nbytes - mine * count * rows.element_size()
         return out
 
     def unshard(self, mine: Tensor, dim: int) -> Tensor:
@@ -166,7 +162,7 @@ class WorkerGroup:
             parts[self.rank].copy_(mine)
             for wait in waits:
                 wait.wait()
-        self.traffic.sent += _bytes(mine) * len(others)
+        self.traffic.sent += mine.nbytes * len(others)
         return whole
 
     def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
@@ -180,17 +176,17 @@ class WorkerGroup:
         if self.world_size > 1:
             with self.traffic.collective("all-reduce"):
                 dist.all_reduce(tensor, group=self.channel)
-            self.traffic.sent += 2 * _bytes(tensor) * (self.world_size - 1) // self.world_size
+            self.traffic.sent += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         return tensor
 
     def small_all_reduce(self, tensor: Tensor) -> Tensor:
         """Like `all_reduce`, in one round instead of several, which is what takes the time for few numbers."""
-        if self.world_size > 1 and _bytes(tensor) <= FEW:
+        if self.world_size > 1 and tensor.nbytes <= FEW:
             sent = tensor.flatten().repeat(self.world_size)
             everybody = torch.empty_like(sent)
             with self.traffic.collective("all-to-all"):
                 dist.all_to_all_single(everybody, sent, group=self.channel)
-            self.traffic.sent += _bytes(tensor) * (self.world_size - 1)
+            self.traffic.sent += tensor.nbytes * (self.world_size - 1)
             return tensor.copy_(everybody.view(self.world_size, *tensor.shape).sum(0))
         return self.all_reduce(tensor)
 
@@ -212,7 +208,7 @@ class WorkerGroup:
             host = worker // self.local_workers
             with self.traffic.collective("broadcast"):
                 dist.broadcast(tensor, group_src=host, group=self.channel)
-            self.traffic.sent += _bytes(tensor) * (self.rank != (host - 1) % self.world_size)  # passed on in a ring
+            self.traffic.sent += tensor.nbytes * (self.rank != (host - 1) % self.world_size)  # passed on in a ring
         return tensor
 
     def new_channel(self) -> WorkerGroup:

@@ -3,7 +3,7 @@
 Gradients are summed in a fixed tree over the workers. A process sums its own workers, a branch of the tree; then the
 processes' sums meet. Large ones meet coordinate by coordinate: each process gets its share of the coordinates from all
 (an all-to-all), sums that, and the shares are gathered, at the traffic of an all-reduce. When every process contributes
-the gradient of one unit, what it receives on the way is all that coordinated ordering needs: `Mean.take_shares`.
+the gradient of one unit, what it receives on the way is all that coordinated ordering needs: the shard.
 """
 
 from __future__ import annotations
@@ -26,28 +26,21 @@ def tree_sum(rows: Tensor) -> Tensor:
     return sums[0]
 
 
-class Mean:
-    """The mean gradient [dim] from every process's sum over its workers [dim].
+class Averager:
+    """The mean gradient over all workers, from every process's sum over its own.
 
     wire: the type in which numbers travel, where that is not their own; they are added up in theirs.
     """
 
-    def __init__(
-        self, group: WorkerGroup, dim: int, *, keep_shares: bool = False, wire: torch.dtype | None = None
-    ) -> None:
-        self.group, self.dim, self.keep_shares, self.wire = group, dim, keep_shares, wire
-        self._shares: Tensor | None = None
+    def __init__(self, group: WorkerGroup, dim: int, *, wire: torch.dtype | None = None) -> None:
+        self.group, self.dim, self.wire = group, dim, wire
 
-    def __call__(self, local_sum: Tensor) -> Tensor:
+    def average(self, local_sum: Tensor, want_shard: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The mean [dim] of `local_sum` [dim] of every process. With `want_shard`, and where coordinates are divided,
+        also this process's coordinates of everybody's sum, [processes, width]; else None."""
         group, own, wire = self.group, local_sum.dtype, self.wire or local_sum.dtype
         if not group.divides(self.dim):
-            return tree_sum(group.gather(local_sum[None].to(wire)).to(own)) / group.workers
-        shares = group.shard(local_sum.to(wire)).to(own)
-        if self.keep_shares:
-            self._shares = shares
-        return group.unshard((tree_sum(shares) / group.workers).to(wire), self.dim).to(own)
-
-    def take_shares(self) -> Tensor:
-        """This process's coordinates of the last sums, [processes, width]; they are not kept any longer."""
-        shares, self._shares = self._shares, None
-        return shares
+            return tree_sum(group.gather(local_sum[None].to(wire)).to(own)) / group.workers, None
+        shard = group.shard(local_sum.to(wire)).to(own)
+        mean = group.unshard((tree_sum(shard) / group.workers).to(wire), self.dim).to(own)
+        return mean, shard if want_shard else None

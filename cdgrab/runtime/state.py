@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 
+PLAIN = (bool, int, float, str, type(None))
+Values = dict[str, object]
+
 
 class WorkerState:
-    """Attributes named in `per_worker` are tensors whose first dimension is this process's workers; those in `shared`
-    are the same for all workers; `progress` are whole numbers that say how far it is."""
+    """Saves itself: what a subclass keeps in attributes goes into the state without a word from it.
+
+    A tensor whose first dimension is this process's workers belongs to the workers; everything else is common to all.
+    Attributes set before `_remember_settings` and those named in `options` are settings. A subclass that keeps more
+    than its state in attributes names the state in `saved`.
+    """
 
     kind: str  # as messages call it
-    progress: tuple[str, ...]
-    per_worker: tuple[str, ...]
-    shared: tuple[str, ...] = ()
+    progress: tuple[str, ...]  # whole numbers that say how far it is
+    saved: tuple[str, ...] | None = None
+    options: tuple[str, ...] = ()
     workers: int
     group: WorkerGroup
+    _settings: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict:
         """Everything needed to go on from here: plain values and tensors only."""
-        return {
-            "identity": self._identity(),
-            **{name: getattr(self, name) for name in self.progress},
-            "per_worker": {name: getattr(self, name).clone() for name in self.per_worker},
-            "shared": {name: _copied(getattr(self, name)) for name in self.shared},
-        }
+        per_worker, common = self._values()
+        progress = {name: getattr(self, name) for name in self.progress}
+        return {"identity": self._identity(), **progress, "per_worker": copied(per_worker), "common": copied(common)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's share."""
-        if not isinstance(state, dict) or not {"identity", "per_worker", "shared", *self.progress} <= state.keys():
+        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's part."""
+        if not isinstance(state, dict) or not {"identity", "per_worker", "common", *self.progress} <= state.keys():
             raise CdgrabError(f"this is not the state of a {self.kind}")
         mine, theirs = self._identity(), dict(state["identity"])
         if mine != theirs:
@@ -38,24 +45,47 @@ class WorkerState:
             details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
             raise CdgrabError(f"this state belongs to another {self.kind}: {details}")
         hosted, rows = self.group.local_workers, {len(value) for value in state["per_worker"].values()}
-        names = (set(state["per_worker"]), set(state["shared"]))
-        if names != (set(self.per_worker), set(self.shared)) or rows not in ({hosted}, {self.workers}):
+        names = (set(state["per_worker"]), set(state["common"]))
+        if names != self._value_names() or rows not in ({hosted}, {self.workers}):
             raise CdgrabError("this state is incomplete: it lacks values or workers")
-        for name in self.per_worker:
-            value = state["per_worker"][name]
-            setattr(self, name, (value if len(value) == hosted else value[self.group.local]).clone())
-        for name in self.shared:
-            setattr(self, name, _copied(state["shared"][name]))
         for name in self.progress:
             setattr(self, name, state[name])
-        self._restore()
+        mine = {n: v if len(v) == hosted else v[self.group.local] for n, v in state["per_worker"].items()}
+        self._load_values(copied(mine), copied(state["common"]))
 
     def _identity(self) -> dict:
         """Settings that decide what it does: a state of others is refused."""
         raise NotImplementedError
 
-    def _restore(self) -> None:
-        """Called when a state has been loaded, to rebuild what the state does not hold."""
+    def _remember_settings(self) -> None:
+        """What has been set so far is no state."""
+        self._settings = frozenset(vars(self)) | {"_settings"}
+
+    def _values(self) -> tuple[dict[str, Tensor], Values]:
+        """What belongs to this process's workers, and what is common to all workers, by name."""
+        per_worker, common = {}, {}
+        no_state = {*self._settings, *self.options, *self.progress}
+        for name in (name for name in vars(self) if name not in no_state) if self.saved is None else self.saved:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.dim() and len(value) == self.group.local_workers:
+                per_worker[name] = value
+            elif _can_be_saved(value):
+                common[name] = value
+            else:
+                raise CdgrabError(
+                    f"{type(self).__name__}.{name} cannot be saved: it is a {type(value).__name__}, and a state holds "
+                    "tensors, numbers, text, and lists or dicts of them"
+                )
+        return per_worker, common
+
+    def _value_names(self) -> tuple[set[str], set[str]]:
+        """Of `_values`, without asking other processes for any."""
+        per_worker, common = self._values()
+        return set(per_worker), set(common)
+
+    def _load_values(self, per_worker: dict[str, Tensor], common: Values) -> None:
+        for name, value in {**per_worker, **common}.items():
+            setattr(self, name, value)
 
 
 def gathered(state: dict, group: WorkerGroup) -> dict:
@@ -64,16 +94,27 @@ def gathered(state: dict, group: WorkerGroup) -> dict:
 
 
 def collected(state: dict, group: WorkerGroup) -> dict | None:
-    """Like `gathered`, on the first process; None on the others, which then hold no more than their own."""
+    """Like `gathered`, on the first process; None on the others, which hold no more than their own."""
 
-    def everybodys(tensor: Tensor) -> Tensor | None:
-        return group.collect(tensor) if tensor.numel() else group.gather(tensor)  # of nothing, nothing is sent
+    def of_all(tensor: Tensor) -> Tensor | None:
+        return group.collect(tensor) if tensor.numel() else group.gather(tensor)  # nothing is sent of nothing
 
-    per_worker = {name: everybodys(tensor) for name, tensor in state["per_worker"].items()}
+    per_worker = {name: of_all(tensor) for name, tensor in state["per_worker"].items()}
     return None if group.rank else state | {"per_worker": per_worker}
 
 
-def _copied(value: object) -> object:
+def copied(value: object) -> object:
+    """Tensors and what contains them, independent of the original."""
     if isinstance(value, Tensor):
         return value.clone()
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else copy.copy(value)
+
+
+def _can_be_saved(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, PLAIN) and _can_be_saved(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_can_be_saved, value))
+    return isinstance(value, (Tensor, *PLAIN))

@@ -1,4 +1,7 @@
-"""What a sorter is: orders out, gradients in. Checks, epochs and state live here, the rules in subclasses."""
+"""What a sorter is: orders out, gradients in. Checks, epochs and state live here, the rules in subclasses.
+
+A sorter of one's own is a subclass with one method, or two if it looks at gradients; see `Sorter`.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,28 @@ from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+NOT_DECISIVE = ("buffer_mb", "background")  # options that change no order
 
 
 class Sorter(WorkerState):
     """Chooses, epoch by epoch, the order in which each worker visits its units.
 
-    A subclass sets `needs_gradients`, implements `_next_order` and, when it looks at gradients, `_take`. Tensors that
-    belong to a worker are listed in `per_worker` (first dimension: this process's workers), tensors that all workers
-    share in `shared`; both are attribute names and make up the state.
+    A subclass implements `next_order` and, if it looks at gradients, `look`. Tensors, numbers and lists that it keeps
+    in attributes are saved and restored by themselves; options of its own are named in `options` and kept under the
+    same names. It is used by name once it is registered: `SORTERS["mine"] = Mine`.
     """
 
     kind = "sorter"
     progress = ("epoch", "position")  # mid-epoch too
-    label: str = ""
+    label: str = ""  # in figures and tables
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
-    needs_gradients: bool = False
-    takes_shards: bool = False  # whether there is an `observe_shard` to give it gradients divided by coordinates
-    per_worker: tuple[str, ...] = ("_order",)
+    needs_gradients: bool = False  # True for every subclass with a `look` of its own
+    takes_shards: bool = False  # whether `observe_shard` takes gradients divided by coordinates
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.needs_gradients = cls.look is not Sorter.look
 
     def __init__(
         self,
@@ -51,17 +58,18 @@ class Sorter(WorkerState):
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
         self.local_workers = self.group.local_workers
+        self._remember_settings()
         self.epoch = -1
         self.position = 0  # units observed in this epoch
-        self._order = torch.empty(self.local_workers, 0, dtype=torch.long)
+        self.current = torch.empty(self.local_workers, 0, dtype=torch.long)  # this epoch's order
 
-    # -- the interface ------------------------------------------------------------------------------------------------
+    # -- for users ----------------------------------------------------------------------------------------------------
 
     def order(self, epoch: int, *, cut_short: bool = False) -> Tensor:
         """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
         current epoch gives the same order again.
 
-        cut_short: the epoch before may have ended early. Units that were not observed in it keep their order, in the
+        cut_short: the last epoch may have ended early. Units that were not observed in it keep their order, in the
         middle of this one.
         """
         if is_whole(epoch) and epoch == self.epoch + 1:
@@ -70,89 +78,71 @@ class Sorter(WorkerState):
                     f"order({epoch}) needs all gradients of epoch {self.epoch}: "
                     f"{self.units - self.position} of {self.units} units have not been observed"
                 )
-            self._order = self._next_order(self.epoch + 1)
+            self.current = self.next_order(self.epoch + 1)
             self.epoch, self.position = self.epoch + 1, 0
-            self._start_epoch()
         elif not is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
             raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
-        return self._order.clone()
+        return self.current.clone()
 
     def observe(self, positions: Tensor | Sequence[int], gradients: Tensor, *, unseen: bool = False) -> None:
         """Tell the sorter the gradients of the next units of this epoch.
 
         positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
-        gradients [local workers, k, dim], a copy is taken of whatever has to be kept. A refused call changes nothing;
-        after an interrupted one `position` says what was taken.
+        gradients [local workers, k, dim], of which a copy is taken. A refused call changes nothing; after an
+        interrupted one `position` says what was taken.
         Any split of the epoch into calls gives the same result: to the last bit on a CPU, where this process holds all
         coordinates. On a GPU, or divided between processes, rows are decided in blocks whose inner products are added
         up in another order when they are split elsewhere: inner products within rounding (some 1e-13 of |r|·|v|) of
         their limit may then fall on its other side.
-        unseen: whether they are finite is for the caller to see, later maybe: to look at them is to wait for a GPU.
+        unseen: the caller checks whether they are finite, perhaps later; checking here would wait for a GPU.
         """
         positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
         self._check(positions, gradients, unseen)
         if not len(positions):
             return
-        if not self.needs_gradients:
-            self.position += len(positions)
-            return
-        for some in gradients.split(self._units_at_once(gradients), dim=1):
-            self._take(some)
-            self._move_on(some.shape[1])
+        end = self.position + len(positions)
+        if self.needs_gradients:
+            self.look(gradients)
+        self.position = end
+
+    def observe_shard(self, shard: Tensor) -> None:
+        """Like `observe` for one position, for sorters that take gradients divided by coordinates: `takes_shards`."""
+        raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
     def drain(self) -> None:
-        """Wait for what is still being decided, so that the next order concerns this process alone. All call this."""
+        """Wait for what is still being decided; the next order then needs no other process. All processes call this."""
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def _next_order(self, epoch: int) -> Tensor:
-        """The order of `epoch`, the last one being `self._order` (empty before the first)."""
+    def next_order(self, epoch: int) -> Tensor:
+        """The order [local workers, units] of `epoch`; that of the last one is `self.current`, empty in epoch 0."""
         raise NotImplementedError
 
-    def _take(self, gradients: Tensor) -> None:
-        """Use gradients [local workers, k, dim], of any floating-point type, of positions `self.position` onwards."""
+    def look(self, gradients: Tensor) -> None:
+        """Gradients [local workers, k, dim], of any floating-point type, of `self.position` and the positions after it.
+        They belong to the caller: keep a copy of what you need."""
         raise NotImplementedError
 
-    def _units_at_once(self, gradients: Tensor) -> int:
-        """How many units `_take` is given at a time."""
-        return gradients.shape[1]
-
-    def _move_on(self, units: int) -> None:
-        """These many have been taken. Whatever may be interrupted comes after `position` has moved on."""
-        self.position += units
-
-    def _start_epoch(self) -> None:
-        """Called when a new epoch's order has been made."""
-
-    def _options(self) -> dict:
-        """Settings that change the orders, beyond those of every sorter."""
-        return {}
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _worker_ids(self) -> range:
+    def worker_ids(self) -> range:
+        """The workers hosted here."""
         return range(self.workers)[self.group.local]
 
-    def _random_order(self, epoch: int) -> Tensor:
-        """A fresh independent permutation per worker."""
-        return torch.stack([streams.permutation(self.units, self.seed, "order", w, epoch) for w in self._worker_ids()])
+    def random_order(self, epoch: int) -> Tensor:
+        """A fresh independent permutation for each worker, [local workers, units]."""
+        return torch.stack([streams.permutation(self.units, self.seed, "order", w, epoch) for w in self.worker_ids()])
 
-    def _first_order(self) -> Tensor:
+    def first_order(self) -> Tensor:
+        """As `initial` says: random, or 0, 1, 2, …"""
         if self.initial == "identity":
             return torch.arange(self.units).repeat(self.local_workers, 1)
-        return self._random_order(0)
+        return self.random_order(0)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict:
-        return {
-            "version": STATE_VERSION,
-            "sorter": type(self).__name__,
-            "workers": self.workers,
-            "units": self.units,
-            "dim": self.dim,
-            "seed": self.seed,
-            "initial": self.initial,
-            **self._options(),
-        }
+        names = ("workers", "units", "dim", "seed", "initial", *self.options)
+        options = {name: getattr(self, name) for name in names if name not in NOT_DECISIVE and hasattr(self, name)}
+        return {"version": STATE_VERSION, "sorter": type(self).__name__, **options}
 
     def _check(self, positions: Tensor, gradients: Tensor, unseen: bool) -> None:
         if self.epoch < 0:

@@ -25,25 +25,22 @@ class DistributedRandomReshuffling(Sorter):
         super().__init__(**common)
         if not isinstance(shared, bool):
             raise CdgrabError(f"shared must be true or false, got {shared!r}")
-        self.one_for_all = shared
+        self.shared = shared
 
-    def _next_order(self, epoch: int) -> Tensor:
-        if self.one_for_all:
+    def next_order(self, epoch: int) -> Tensor:
+        if self.shared:
             return streams.permutation(self.units, self.seed, "order", 0, epoch).repeat(self.local_workers, 1)
-        return self._random_order(epoch)
-
-    def _options(self) -> dict:
-        return {"shared": self.one_for_all}
+        return self.random_order(epoch)
 
 
 class ShuffleOnce(Sorter):
-    """SO: one random permutation per worker, kept for ever."""
+    """SO: one random permutation per worker, kept for good."""
 
     label = "Shuffle once"
     options = ("initial",)
 
-    def _next_order(self, epoch: int) -> Tensor:
-        return self._first_order() if epoch == 0 else self._order
+    def next_order(self, epoch: int) -> Tensor:
+        return self.first_order() if epoch == 0 else self.current
 
 
 class FlipFlop(Sorter):
@@ -51,8 +48,8 @@ class FlipFlop(Sorter):
 
     label = "FlipFlop"
 
-    def _next_order(self, epoch: int) -> Tensor:
-        return self._order.flip(1) if epoch % 2 else self._random_order(epoch)
+    def next_order(self, epoch: int) -> Tensor:
+        return self.current.flip(1) if epoch % 2 else self.random_order(epoch)
 
 
 class Riffle(Sorter):
@@ -65,7 +62,7 @@ class Riffle(Sorter):
     label = "Riffle"
     options = ("initial",)
 
-    def _next_order(self, epoch: int) -> Tensor:
+    def next_order(self, epoch: int) -> Tensor:
         if epoch == 0:
-            return self._first_order()
-        return reorder_pairs(self._order, torch.ones(self.local_workers, self.units // 2, dtype=torch.int8))
+            return self.first_order()
+        return reorder_pairs(self.current, torch.ones(self.local_workers, self.units // 2, dtype=torch.int8))

@@ -5,17 +5,13 @@ from __future__ import annotations
 from cdgrab.checks import refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
+from cdgrab.sparsify.averager import SparseAverager
 from cdgrab.sparsify.base import Sparsifier, Stats
-from cdgrab.sparsify.cltk import CyclicLocalTopK
-from cdgrab.sparsify.ddp import Hook
 from cdgrab.sparsify.deft import DEFT
-from cdgrab.sparsify.dense import Dense
-from cdgrab.sparsify.exdyna import ExDyna
-from cdgrab.sparsify.hard_threshold import HardThreshold
-from cdgrab.sparsify.mean import SparseMean
-from cdgrab.sparsify.micro import MiCRO
+from cdgrab.sparsify.exdyna import ExDyna, MiCRO
+from cdgrab.sparsify.hook import Hook
 from cdgrab.sparsify.sidco import SIDCo
-from cdgrab.sparsify.topk import TopK
+from cdgrab.sparsify.simple import CyclicLocalTopK, Dense, HardThreshold, TopK
 
 SPARSIFIERS: dict[str, type[Sparsifier]] = {
     "dense": Dense,
@@ -78,7 +74,7 @@ def _class(name: str) -> type[Sparsifier]:
 __all__ = [
     "SPARSIFIERS",
     "Hook",
-    "SparseMean",
+    "SparseAverager",
     "Sparsifier",
     "Stats",
     "ddp_hook",

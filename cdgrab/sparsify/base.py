@@ -13,10 +13,10 @@ from torch import Tensor
 from cdgrab.checks import all_finite, count
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.runtime.mean import Mean, tree_sum
+from cdgrab.runtime.mean import Averager, tree_sum
 from cdgrab.runtime.state import WorkerState
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def wanted(density: float, dim: int) -> int:
@@ -40,10 +40,11 @@ class Stats(dict):
 
 
 class Sparsifier(WorkerState):
-    """A subclass implements `select` and, when it adapts, `_prepare` and `_learn`.
+    """A subclass implements `select` and, if it adapts, `prepare` and `learn`.
 
-    Tensors that belong to a worker are listed in `per_worker` (first dimension: this process's workers), plain values
-    that all workers share in `shared`; both are attribute names and make up the state.
+    Tensors, numbers and lists that it keeps in attributes are saved and restored by themselves; options of its own are
+    named in `options` and kept under the same names. It is used by name once it is registered:
+    `SPARSIFIERS["mine"] = Mine`.
     """
 
     kind = "sparsifier"
@@ -51,7 +52,6 @@ class Sparsifier(WorkerState):
     label: str = ""
     options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
     exclusive: bool = False  # workers never select the same coordinate
-    per_worker: tuple[str, ...] = ("_residual",)
 
     def __init__(
         self,
@@ -73,11 +73,12 @@ class Sparsifier(WorkerState):
         if self.group.workers != workers:
             raise CdgrabError(f"the worker group has {self.group.workers} workers, the sparsifier {workers}")
         self.local_workers = self.group.local_workers
-        self.iteration = 0
         self.stats = Stats()
         self.selected: list[Tensor] = []  # the coordinates of each worker, of all of them, in the last call
-        self._residual = torch.empty(self.local_workers, 0)  # made when the first gradients come
         self._index_type = torch.int32 if dim < 2**31 else torch.int64
+        self._remember_settings()
+        self.iteration = 0
+        self._residual = torch.empty(self.local_workers, 0)  # made when the first gradients come
 
     # -- the interface ------------------------------------------------------------------------------------------------
 
@@ -88,29 +89,30 @@ class Sparsifier(WorkerState):
         """
         gradients = self._checked(gradients)
         accumulated = self._accumulate(gradients)
-        extra_bytes = self._prepare(accumulated)
+        extra_bytes = self.prepare(accumulated)
         selected, index_bytes = self._share(self.select(accumulated))
         union = self._union(selected)
         sums = tree_sum(accumulated.index_select(1, union))
-        average = Mean(self.group, len(union))(sums)
+        average, _ = Averager(self.group, len(union)).average(sums)
         update = accumulated.new_zeros(self.dim).index_copy_(0, union, average)
         if self.error_feedback:
             accumulated.index_fill_(1, union, 0)
         counts = [len(indices) for indices in selected]
-        value_bytes = self._summed_bytes(len(union) * sums.element_size())
+        value_bytes = self.summed_bytes(len(union) * sums.element_size())
         self._record(counts, len(union), self._gathered_bytes(1) + extra_bytes + index_bytes + value_bytes)
         self.selected = selected
-        self._learn(counts)
+        self.learn(counts)
         self.iteration += 1
         return update.to(gradients.dtype)
 
-    def select(self, accumulated: Tensor) -> list[Tensor]:
-        """accumulated [local workers, dim] -> the coordinates each of them wants to send. Changes nothing."""
-        raise NotImplementedError
-
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def _prepare(self, accumulated: Tensor) -> int:
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        """accumulated [local workers, dim] -> the coordinates that each of them wants to send. Called between `prepare`
+        and `learn`, and changes no state: what is learnt from the selection belongs there."""
+        raise NotImplementedError
+
+    def prepare(self, accumulated: Tensor) -> int:
         """Called before `select`, may ask the other workers. Returns the bytes a worker sent for it."""
         return 0
 
@@ -121,27 +123,23 @@ class Sparsifier(WorkerState):
         sent = self._gathered_bytes(4 + longest * self._index_type.itemsize)  # counts, then padded indices
         return [indices.long() for indices in everybody], sent
 
-    def _learn(self, counts: list[int]) -> None:
+    def learn(self, counts: list[int]) -> None:
         """Adapt to what was selected, the same on all processes; counts: of all workers."""
 
     def _threshold(self) -> float | None:
         """The threshold of the last `select`."""
         return None
 
-    def _options(self) -> dict:
-        """Settings that change the result, beyond those of every sparsifier."""
-        return {}
-
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def _worker_ids(self) -> range:
+    def worker_ids(self) -> range:
         return range(self.workers)[self.group.local]
 
     def _gathered_bytes(self, each: int) -> int:
         """Sent by a worker when all gather `each` bytes from everybody."""
         return (self.workers - 1) * each
 
-    def _summed_bytes(self, size: int) -> int:
+    def summed_bytes(self, size: int) -> int:
         """Sent by a worker when all sum `size` bytes."""
         return 2 * (self.workers - 1) * size // self.workers
 
@@ -155,15 +153,9 @@ class Sparsifier(WorkerState):
         )
 
     def _identity(self) -> dict:
-        return {
-            "version": STATE_VERSION,
-            "sparsifier": type(self).__name__,
-            "workers": self.workers,
-            "dim": self.dim,
-            "density": self.density,
-            "error_feedback": self.error_feedback,
-            **self._options(),
-        }
+        options = {name: getattr(self, name) for name in self.options}
+        settings = {"workers": self.workers, "dim": self.dim, "density": self.density}
+        return {"version": STATE_VERSION, "sparsifier": type(self).__name__, **settings, **options}
 
     def _union(self, selected: list[Tensor]) -> Tensor:
         if self.exclusive:

@@ -16,7 +16,8 @@ from torch import Tensor
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from cdgrab.sparsify.base import Sparsifier
-from cdgrab.sparsify.topk import largest
+from cdgrab.sparsify.partitions import whole_numbers
+from cdgrab.sparsify.threshold import largest
 
 
 def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:
@@ -44,10 +45,7 @@ def allot(total: int, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         if not over.any():
             break
         full |= over
-    counts = np.floor(shares).astype(np.int64)
-    by_remainder = np.argsort(counts - shares, kind="stable")
-    counts[by_remainder[: total - counts.sum()]] += 1
-    return counts
+    return whole_numbers(shares, total)
 
 
 def deal(costs: np.ndarray, workers: int) -> list[int]:
@@ -63,6 +61,7 @@ class DEFT(Sparsifier):
     label = "DEFT"
     options = (*Sparsifier.options, "layers")
     exclusive = True
+    saved = ("_residual",)
 
     def __init__(self, *, layers: Sequence[int] | None = None, **settings) -> None:
         """layers: sizes of the parameter tensors, in their order in the vector; by default all is one layer."""
@@ -75,10 +74,10 @@ class DEFT(Sparsifier):
         self._counts: list[int] = []  # of each piece in this iteration
         self._owners: list[int] = []
 
-    def _prepare(self, accumulated: Tensor) -> int:
+    def prepare(self, accumulated: Tensor) -> int:
         leader = self.iteration % self.workers
         norms = torch.zeros(len(self.pieces), dtype=torch.float64, device=accumulated.device)
-        if leader in self._worker_ids():
+        if leader in self.worker_ids():
             row = accumulated[leader - self.group.local.start]
             norms = torch.stack([row[start:end].norm(dtype=torch.float64) for start, end in self.pieces])
         counts = allot(self.target, self.group.from_worker(leader, norms).cpu().numpy(), self._sizes)
@@ -88,11 +87,8 @@ class DEFT(Sparsifier):
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
         nothing = torch.empty(0, dtype=torch.long, device=accumulated.device)
-        found = {worker: [nothing] for worker in self._worker_ids()}
+        found = {worker: [nothing] for worker in self.worker_ids()}
         for (start, end), k, owner in zip(self.pieces, self._counts, self._owners, strict=True):
             if owner in found and k:
                 found[owner].append(start + largest(accumulated[owner - self.group.local.start, start:end], k))
         return [torch.cat(parts) for parts in found.values()]
-
-    def _options(self) -> dict:
-        return {"layers": self.layers}

@@ -1,4 +1,4 @@
-"""ExDyna: every worker selects in a partition of its own, by one threshold for all.
+"""ExDyna (arXiv 2402.13781) and MiCRO: every worker selects in a partition of its own, by one threshold for all.
 
 A worker reads 1/workers of the vector only, workers never select the same coordinate, and the sizes of the partitions
 follow the loads. Partitions go round: worker w has partition (t + w) mod workers in iteration t.
@@ -14,32 +14,25 @@ from torch import Tensor
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from cdgrab.sparsify.base import Sparsifier
-from cdgrab.sparsify.counting import count_reaching, counted_threshold
-from cdgrab.sparsify.hard_threshold import SMALLEST, first_guess, reaching
 from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
-from cdgrab.sparsify.topk import largest
+from cdgrab.sparsify.threshold import (
+    SMALLEST,
+    count_reaching,
+    counted_threshold,
+    first_guess,
+    largest,
+    paper_rule,
+    proportional_rule,
+    reaching,
+)
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # about so many passing coordinates are counted; of more a part, which is as good
-GAIN = 0.1  # of the proportional rule
 COUNT_AGAIN = 2.0  # a density off by this factor is corrected at once instead of step by step
 COUNT_APART = 8  # iterations between two such corrections
 MOST = 1.1  # times its fair share that a worker may send: with few coordinates each, chance alone gives more to some
 AIM_GAIN, MOST_AIM = 0.5, 2.0  # with which all make up for workers that hold back
 KEPT_LOAD = 0.8  # of the running mean of the blocks' loads, from one iteration to the next
-
-
-def paper_rule(threshold: float, ratio: float) -> float:
-    """ratio: selected / wanted in the last iteration."""
-    if ratio > 1.1:
-        return threshold * 1.005
-    if ratio <= 1 / 1.1:
-        return threshold * 0.995
-    return threshold * (1.00125 if ratio > 1 else 0.9987)
-
-
-def proportional_rule(threshold: float, ratio: float) -> float:
-    return threshold * min(max(ratio**GAIN, 0.95), 1.05)
 
 
 def shuffled(indices: Tensor, seed: int) -> Tensor:
@@ -68,7 +61,7 @@ class ExDyna(Sparsifier):
     label = "ExDyna"
     options = (*Sparsifier.options, "rule", "threshold", "blocks")
     exclusive = True
-    shared = ("_value", "_runs", "_loads", "_aim", "_counted_at", "_off")
+    saved = ("_residual", "_value", "_runs", "_loads", "_aim", "_counted_at", "_off")
 
     def __init__(self, *, rule: str = "balanced", threshold: str = "counted", blocks: int = 1024, **settings) -> None:
         super().__init__(**settings)
@@ -95,7 +88,7 @@ class ExDyna(Sparsifier):
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
         edges, found = self.partitions(), []
-        for worker, row in zip(self._worker_ids(), accumulated, strict=True):
+        for worker, row in zip(self.worker_ids(), accumulated, strict=True):
             partition = (self.iteration + worker) % self.workers
             start, end = edges[partition], edges[partition + 1]
             indices = start + reaching(row[start:end], self._value)
@@ -109,7 +102,7 @@ class ExDyna(Sparsifier):
 
     # -- threshold ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, accumulated: Tensor) -> int:
+    def prepare(self, accumulated: Tensor) -> int:
         sent = 0
         if self._counts_now():
             self._value, sent = self._counted(accumulated)
@@ -127,14 +120,14 @@ class ExDyna(Sparsifier):
         """The threshold that the wanted number of coordinates reaches now, and the bytes sent to find it."""
         every = max(1, self.target // COUNTED) | 1  # odd, so that it does not keep time with the rows of a matrix
         edges, own = self.partitions(), []
-        for worker, row in zip(self._worker_ids(), accumulated, strict=True):
+        for worker, row in zip(self.worker_ids(), accumulated, strict=True):
             partition = (self.iteration + worker) % self.workers
             own.append(row[edges[partition] : edges[partition + 1]][self.iteration % every :: every])
         sent = 0
 
         def counts(values: list[float]) -> list[int]:
             nonlocal sent
-            sent += self._summed_bytes(self._index_type.itemsize * len(values))
+            sent += self.summed_bytes(self._index_type.itemsize * len(values))
             return self.group.all_reduce(count_reaching(own, values).to(self._index_type)).tolist()
 
         last = None if self._counted_at < 0 else self._value
@@ -145,7 +138,7 @@ class ExDyna(Sparsifier):
 
     # -- adaptation ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, counts: list[int]) -> None:
+    def learn(self, counts: list[int]) -> None:
         ratio = sum(counts) / self.target
         self._off = max(ratio, 1 / max(ratio, SMALLEST)) > COUNT_AGAIN
         if self.threshold == "paper":
@@ -170,5 +163,12 @@ class ExDyna(Sparsifier):
         self._loads = now.tolist()
         return self._loads
 
-    def _options(self) -> dict:
-        return {"rule": self.rule, "threshold": self.threshold, "blocks": self.blocks}
+
+class MiCRO(ExDyna):
+    """MiCRO (arXiv 2310.00967): ExDyna with equal partitions that never change."""
+
+    label = "MiCRO"
+    options = tuple(option for option in ExDyna.options if option not in ("rule", "blocks"))
+
+    def __init__(self, *, workers: int, **settings) -> None:
+        super().__init__(workers=workers, rule="static", blocks=workers, **settings)

@@ -1,9 +1,12 @@
-"""ExDyna's partitions: runs of consecutive blocks of coordinates, one run per worker, resized block by block."""
+"""ExDyna's partitions (arXiv 2402.13781): runs of consecutive blocks of coordinates, one run per worker, resized block
+by block; and whole numbers by largest remainders, which dealing out needs everywhere."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate
+
+import numpy as np
 
 ALIGNMENT = 32  # coordinates: a block of a long vector starts on a memory boundary
 TOLERANCE = 1.05  # loads closer than this count as equal
@@ -72,3 +75,10 @@ def balanced(loads: list[float], workers: int) -> list[int]:
             cut -= 1
         cuts.append(min(max(cut, cuts[-1] + 1), blocks - workers + partition))  # a block for everybody
     return [end - start for start, end in zip(cuts, [*cuts[1:], blocks], strict=True)]
+
+
+def whole_numbers(exact: np.ndarray, total: int) -> np.ndarray:
+    """`exact` rounded to whole numbers that sum to `total`: those with the largest remainders are rounded up."""
+    whole = np.floor(exact).astype(np.int64)
+    whole[np.argsort(whole - exact, kind="stable")[: total - whole.sum()]] += 1
+    return whole

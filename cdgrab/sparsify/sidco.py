@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.sparsify.base import Sparsifier
-from cdgrab.sparsify.hard_threshold import SMALLEST, reaching
+from cdgrab.sparsify.threshold import SMALLEST, reaching
 
 KEPT = 0.25  # by every stage but the last
 EVERY = 5  # iterations between adaptations
@@ -33,7 +33,7 @@ def fitted_threshold(values: Tensor, density: float, stages: int) -> float:
 
 class SIDCo(Sparsifier):
     label = "SIDCo"
-    per_worker = (*Sparsifier.per_worker, "_stages", "_direction", "_ratios", "_last")
+    saved = ("_residual", "_stages", "_direction", "_ratios", "_last")
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -53,7 +53,7 @@ class SIDCo(Sparsifier):
         ]
         return [reaching(row, threshold) for row, threshold in zip(accumulated, self._thresholds, strict=True)]
 
-    def _learn(self, counts: list[int]) -> None:
+    def learn(self, counts: list[int]) -> None:
         self._ratios += torch.tensor(counts[self.group.local], dtype=torch.float64) / self.target
         if (self.iteration + 1) % EVERY:
             return

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.sparsify import SPARSIFIERS, SparseMean, Sparsifier, make_sparsifier
+from cdgrab.sparsify import SPARSIFIERS, SparseAverager, Sparsifier, make_sparsifier
 from experiments.studies.base import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.studies.training import train
@@ -151,7 +151,7 @@ class HeardAgain(WorkerGroup):
 
 def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
     sparsifier.group.answers.clear()
-    copy(sparsifier)._prepare(rows)
+    copy(sparsifier).prepare(rows)
     seconds = []
     for worker, row in enumerate(rows.split(1)):
         alone = copy(sparsifier)
@@ -159,7 +159,7 @@ def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
         for name in alone.per_worker:
             setattr(alone, name, getattr(alone, name)[worker : worker + 1])
         start = time.perf_counter()
-        alone._prepare(row)
+        alone.prepare(row)
         alone.select(row)
         seconds.append(time.perf_counter() - start)
     return seconds
@@ -197,12 +197,12 @@ def _column(values: list[float | None]) -> list[float | None]:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-class MatchedMean(SparseMean):
+class MatchedMean(SparseAverager):
     """Holds the density of the update although workers select the same coordinates now more, now less: how many each
     selects is adapted. Methods would otherwise be compared at different densities."""
 
-    def __call__(self, worker_means: Tensor) -> Tensor:
-        update, sparsifier = super().__call__(worker_means), self.sparsifier
+    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+        update, sparsifier = super().average(worker_means), self.sparsifier
         wanted = sparsifier.density / max(sparsifier.stats.density, 1 / sparsifier.dim)
         sparsifier.target = min(max(1, round(sparsifier.target * wanted**FOLLOWING)), sparsifier.dim)
         return update

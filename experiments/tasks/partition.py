@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
+from cdgrab.sparsify.partitions import whole_numbers
 
 
 def label_skewed(labels: Tensor, workers: int, units: int, alpha: float, permutation: Tensor, seed: int) -> Tensor:
@@ -66,11 +67,7 @@ def class_shares(owned: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]
 
 def apportion(shares: np.ndarray, total: int) -> np.ndarray:
     """`total` in whole numbers in proportion to `shares`, by largest remainders."""
-    exact = total * shares / shares.sum() if total else np.zeros(len(shares))
-    whole = np.floor(exact).astype(np.int64)
-    largest = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
-    whole[largest] += 1
-    return whole
+    return whole_numbers(total * shares / shares.sum() if total else np.zeros(len(shares)), total)
 
 
 def _with_rest(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

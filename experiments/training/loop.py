@@ -25,7 +25,7 @@ from cdgrab.balance import kernels
 from cdgrab.errors import DivergedError, NotFiniteError, Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import make_sorter
-from cdgrab.sparsify import SparseMean, make_sparsifier, sparsifier_options
+from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
 from experiments.store import checkpoint
 from experiments.tasks.base import DTYPES, Task
 from experiments.training import signals, snapshot
@@ -107,14 +107,16 @@ class Trainer:
     def _compiled(self) -> bool:
         return self.config.compile == "auto"
 
-    def _sparse_mean(self) -> SparseMean | None:
+    def _sparse_mean(self) -> SparseAverager | None:
         """None: the plain mean, which is what `dense` means."""
         options = dict(self.config.sparsifier)
         if options["name"] == "dense":
             return None
         if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
             options["layers"] = self.flat.sizes
-        return SparseMean(make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options))
+        return SparseAverager(
+            make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options)
+        )
 
     def _block_steps(self) -> int:
         sample = self.task.fetch("train", self.owned[:1, :1])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.runtime.mean import Mean
-from cdgrab.sparsify import SparseMean
+from cdgrab.runtime.mean import Averager
+from cdgrab.sparsify import SparseAverager
 from experiments.tasks.base import Task
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled, captured
@@ -31,7 +31,7 @@ class Steps:
         group: WorkerGroup,
         parameters: Tensor,
         observe_shard: Callable[[Tensor], None] | None = None,
-        sparse_mean: SparseMean | None = None,
+        sparse_mean: SparseAverager | None = None,
     ) -> None:
         """gradients: a gradient function with the workers `summed`, to their mean where this is the only process; not
         summed where a sparsifier takes the mean.
@@ -41,7 +41,7 @@ class Steps:
         self.observe_shard = observe_shard
         self.mean = sparse_mean
         if not sparse_mean and group.world_size > 1:
-            self.mean = Mean(group, len(parameters), keep_shares=bool(observe_shard))
+            self.mean = Averager(group, len(parameters))
         self.carry = task.first_carry(group.local_workers)
 
     def start_epoch(self) -> None:
@@ -71,10 +71,10 @@ class Steps:
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
             clock.lap("gradients")
             if self.mean:
-                mean = self.mean(mean)
+                mean, shard = self.mean.average(mean, want_shard=bool(self.observe_shard))
                 clock.lap("communication")
             if self.observe_shard:
-                self.observe_shard(self.mean.take_shares())
+                self.observe_shard(shard)
                 clock.lap("ordering")
             self.parameters = self.optimiser.step(self.parameters, mean)
             losses[:, step] = worker_losses
@@ -165,7 +165,7 @@ class _Block:
             return self._whole()
         first_half, second_half = self._halves
         first_half()
-        self._mean.copy_(self._steps.mean(self._means))
+        self._mean.copy_(self._steps.mean.average(self._means)[0])
         second_half()
 
     def _first_half(self) -> None:

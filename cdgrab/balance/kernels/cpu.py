@@ -1,4 +1,4 @@
-"""The loops of `balance.py` compiled with numba. Rows may be float32; sums and inner products are float64."""
+"""The loops of `rules` compiled with numba. Rows may be float32; sums and inner products are float64."""
 
 from __future__ import annotations
 

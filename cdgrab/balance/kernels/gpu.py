@@ -1,11 +1,11 @@
-"""The loop of `balance.py` on a GPU, as two Triton kernels. Rows may be float32; all arithmetic is float64.
+"""The loop of `rules.balance` on a GPU, as two Triton kernels. Rows may be float32; all arithmetic is float64.
 
-Rows are decided in blocks of 32 (D), as many as a warp has lanes. With G = D·Dᵀ and c = D·r, row j's inner product with
-the running sum r at its turn is c_j + Σ_{i<j} s_i G_ij, and then r += Σ s_j D_j. The matrices G depend on no sign: one
-launch computes those of many blocks. A second one walks through the blocks, each program with coordinates of its own:
-it adds the signed rows of the last block to its part of r, multiplies that with the rows of the next, and waits for the
-others; then each of them adds up all their products and decides the block's signs for itself. Nothing is added in an
-order that depends on timing: same inputs, same signs.
+Rows are decided in blocks (D) of 16, or of 32 where the vectors are short enough to stay in registers. With G = D·Dᵀ
+and c = D·r, row j's inner product with the running sum r at its turn is c_j + Σ_{i<j} s_i G_ij, and then
+r += Σ s_j D_j. The matrices G depend on no sign: one launch computes those of many blocks. A second one walks through
+the blocks, each program with coordinates of its own: it adds the signed rows of the last block to its part of r,
+multiplies that with the rows of the next, and waits for the others; then each of them adds up all their products and
+decides the block's signs for itself. Nothing is added in an order that depends on timing: same inputs, same signs.
 """
 
 from __future__ import annotations

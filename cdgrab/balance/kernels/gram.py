@@ -1,4 +1,4 @@
-"""The loops of `balance.py` as a few large operations per block: where coordinates are divided, or Triton is missing.
+"""The loops of `rules` as a few large operations per block: where coordinates are divided, or Triton is missing.
 
 For rows D and a running sum r, with G = D·Dᵀ and c = D·r, row j's inner product with the running sum at its turn is
 c_j + Σ_{i<j} s_i G_ij: the signs follow from a recursion over numbers, and then r += Σ s_j D_j. Rows are float64, so
@@ -8,16 +8,12 @@ the signs are those of the plain loop but for exact inner products within roundi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from cdgrab.balance.rules import ROUNDING, kh_threshold
-
-try:
-    from cdgrab.balance.kernels import cpu
-except ImportError:  # as in `kernels`
-    cpu = None
 
 Balance = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}  # larger Gram matrices cost more than they save
@@ -67,16 +63,24 @@ def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tenso
         products = total(torch.cat([some @ some.mT, some @ running[:, :, None]], dim=2))
         gram, inner = products[:, :, :-1].contiguous(), products[:, :, -1].contiguous()
         numbers = (gram, inner, its_limits.contiguous())
-        decided = recursion(*(tensor.cpu() for tensor in numbers)).to(rows.device)
+        decided = fastest_recursion()(*(tensor.cpu() for tensor in numbers)).to(rows.device)
         running += (decided[:, None, :] @ some).squeeze(1)
         signs.append(decided)
     return torch.cat(signs, dim=1).to(torch.int8)
 
 
+@cache
+def fastest_recursion() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`recursion`, compiled where numba is installed."""
+    try:
+        from cdgrab.balance.kernels.cpu import recursion as compiled
+    except ImportError:
+        return recursion
+    return compiled
+
+
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
     """gram [sums, rows, rows], inner and limits [sums, rows] -> signs [sums, rows] as ±1.0"""
-    if cpu:
-        return cpu.recursion(gram, inner, limits)
     inner, signs, lengths = inner.clone(), torch.empty_like(inner), gram.diagonal(dim1=1, dim2=2).sqrt()
     sizes = inner.abs() + lengths * lengths.amax(1, keepdim=True) + gram.abs().triu(1).sum(1)
     for j in range(gram.shape[1]):

@@ -1,24 +1,55 @@
-"""A threshold that a wanted number of magnitudes reaches, by counting: all workers count at the same values, the counts
-are summed, and everybody draws the same conclusion from whole numbers."""
+"""Thresholds: selecting by them, the rules by which they follow the gradients, and finding one by counting.
+
+Counting: all workers count how many magnitudes reach each of the same values, the counts are summed, and everybody
+draws the same conclusion from whole numbers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cdgrab.sparsify.hard_threshold import SMALLEST
-
+SMALLEST = 1.2e-38  # the smallest normal float32: a threshold below would let zeros pass
 LARGEST = 3e38  # of float32
 NEAR = 1.25  # the threshold is looked for within this factor of the last one, then anywhere
-FINE, COARSE = 65, 1025  # values at which is counted near the threshold, and anywhere
-MANY = 0.1  # of the wanted number: so many between two values are looked at more closely, they may be equal
-CLOSER = 2  # times; then two values differ by little more than float32 can tell
-
+FINE, COARSE = 65, 1025  # how many values are tried near the last threshold, and anywhere
+MANY = 0.1  # of the wanted number: more than these between two values get a closer look, since they may be equal
+CLOSER = 2  # closer looks at most: then two values differ by little more than float32 can tell
+GAIN = 0.1  # of the proportional rule
 
 Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each of some ascending values
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Where the k largest magnitudes of a vector are, in no particular order."""
+    return values.abs().topk(k, sorted=False).indices
+
+
+def reaching(values: Tensor, threshold: float) -> Tensor:
+    """Where the magnitudes of a vector are at least `threshold`, in ascending order."""
+    return (values.abs() >= threshold).nonzero().squeeze(1)
+
+
+def first_guess(k: int) -> float:
+    """The threshold of the ExDyna paper's experiments: right for gradients of one scale."""
+    return 1 / (2 * math.sqrt(k))
+
+
+def paper_rule(threshold: float, ratio: float) -> float:
+    """ExDyna (arXiv 2402.13781), online threshold scaling; ratio: selected / wanted in the last iteration."""
+    if ratio > 1.1:
+        return threshold * 1.005
+    if ratio <= 1 / 1.1:
+        return threshold * 0.995
+    return threshold * (1.00125 if ratio > 1 else 0.9987)
+
+
+def proportional_rule(threshold: float, ratio: float) -> float:
+    return threshold * min(max(ratio**GAIN, 0.95), 1.05)
 
 
 def grid(low: float, high: float, size: int) -> list[float]:

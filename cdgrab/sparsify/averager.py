@@ -10,20 +10,22 @@ from cdgrab.sparsify.base import Sparsifier
 LOGGED = ("density", "imbalance", "threshold", "bytes")
 
 
-class SparseMean:
-    """The update [dim] from the mean gradients of this process's workers [local workers, dim]."""
+class SparseAverager:
+    """Averages like `cdgrab.runtime.mean.Averager`, by a sparsifier, and keeps statistics for each epoch."""
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self._start()
 
-    def __call__(self, worker_means: Tensor) -> Tensor:
+    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+        """The update [dim] from the mean gradients of this process's workers [local workers, dim]. Nobody's shard is
+        left over on the way."""
         update = self.sparsifier.reduce(worker_means)
         for name in LOGGED:
             self._sums[name] += self.sparsifier.stats[name] or 0.0  # there may be no threshold
         self._steps += 1
         self._thresholds += self.sparsifier.stats.threshold is not None
-        return update
+        return update, None
 
     def epoch_means(self) -> dict[str, float]:
         """Means since the last call, of all processes: some thresholds are those of a process's own workers.

@@ -1,0 +1,138 @@
+"""Running sums, and the rules that sign rows against them. Sums and inner products are float64 whatever the rows are,
+so that orders do not hang on rounding."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cdgrab import streams
+from cdgrab.balance import kernels
+from cdgrab.balance.rules import kh_penalties
+from cdgrab.runtime.group import WorkerGroup
+
+BLOCK_BYTES = 2**20  # of rows: with fewer, calls take more time than numbers
+
+
+class Balancer:
+    """Every worker balances its own rows (GraB and ID-GraB with pairs): one running sum each, zero at an epoch's start.
+
+    decisions: rows per worker and epoch. A row's limit is 0 (greedy), or `width` times a draw from Unif[−1, 1] that
+    depends on seed, worker, epoch and row alone, and is drawn again instead of stored.
+    """
+
+    tensors: tuple[str, ...] = ("running",)  # the state
+    common: bool = False  # whether it is that of all workers, instead of each local worker's
+
+    def __init__(
+        self,
+        *,
+        group: WorkerGroup,
+        dim: int,
+        decisions: int,
+        seed: int,
+        rule: str,
+        width: float,
+        buffer_bytes: float,
+    ) -> None:
+        self.group, self.dim, self.decisions = group, dim, decisions
+        self._seed, self._width = seed, width if rule == "walk" else None
+        self.block_bytes = min(BLOCK_BYTES, buffer_bytes / 2)  # of rows that are worth a call of `decide`
+        self.running = torch.zeros(self.sums(), dim, dtype=torch.float64)
+        self._limits = torch.zeros(decisions, group.workers, dtype=torch.float64)
+        self._kernels: ModuleType | None = None
+
+    def sums(self) -> int:
+        """How many running sums this process keeps."""
+        return self.group.local_workers
+
+    def start(self, epoch: int, observed: int) -> None:
+        """An epoch begins. observed: units of the last one."""
+        self.running.zero_()
+        self.draw(epoch)
+
+    def draw(self, epoch: int) -> None:
+        """This epoch's limits, [decisions, all workers]."""
+        if self._width is not None and epoch >= 0:
+            every = range(self.group.workers)
+            draws = [streams.symmetric_uniform(self.decisions, self._seed, "walk", w, epoch) for w in every]
+            self._limits = self._width * torch.stack(draws, dim=1)
+
+    def decide(self, first: int, rows: Tensor) -> Tensor:
+        """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
+        limits = self.prepare(first, rows)[:, self.group.local]
+        return self._kernels.balance(rows, self.running, limits)
+
+    def prepare(self, first: int, rows: Tensor) -> Tensor:
+        """The limits of rows first, first + 1, …, [n, all workers]. They and the state move to the rows' device, all
+        limits at once: a copy to a GPU waits for what it does."""
+        if self._kernels is None or self.running.device != rows.device:
+            self._kernels = kernels.for_device(rows.device)
+            for name in self.tensors:
+                setattr(self, name, getattr(self, name).to(rows.device))
+        self._limits = self._limits.to(rows.device)
+        return self._limits[first : first + len(rows)]
+
+    def local(self, signs: Tensor) -> Tensor:
+        """What `decide` found for this process's workers, [n, local workers]."""
+        return signs
+
+    def values(self) -> dict[str, Tensor]:
+        """The state."""
+        return {name: getattr(self, name) for name in self.tensors}
+
+    def load(self, values: dict[str, Tensor], epoch: int) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._kernels = None
+        self.draw(epoch)
+
+
+class CentredBalancer(Balancer):
+    """GraB (arXiv 2205.10733, Algorithm 4) in every worker: rows are gradients, balanced after the mean of the last
+    epoch (0 in the first) has been subtracted."""
+
+    tensors = ("running", "stale_mean", "fresh_sum")
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.stale_mean, self.fresh_sum = torch.zeros_like(self.running), torch.zeros_like(self.running)
+
+    def start(self, epoch: int, observed: int) -> None:
+        if observed:  # else nothing fresher is known
+            self.stale_mean, self.fresh_sum = self.fresh_sum / observed, torch.zeros_like(self.fresh_sum)
+        super().start(epoch, observed)
+
+    def decide(self, first: int, rows: Tensor) -> Tensor:
+        limits = self.prepare(first, rows)[:, self.group.local]
+        return self._kernels.balance_centred(rows, self.running, self.stale_mean, self.fresh_sum, limits)
+
+
+class HalvingBalancer(Balancer):
+    """KH-SGD (Low-Rank Thinning, 2025) in every worker: a random threshold that follows the rows seen.
+
+    `epochs` is the length of the run: the rule's confidence `delta` is spread over all of it.
+    """
+
+    tensors = ("running", "q")
+
+    def __init__(self, *, epochs: int, delta: float, **settings) -> None:
+        super().__init__(**settings | {"rule": "walk", "width": 1.0})  # limits are then the draws themselves
+        self._epochs, self._delta = epochs, delta
+        self.q = torch.zeros(self.group.local_workers, dtype=torch.float64)
+
+    def start(self, epoch: int, observed: int) -> None:
+        self.q.zero_()
+        super().start(epoch, observed)
+
+    def draw(self, epoch: int) -> None:
+        super().draw(epoch)
+        self._penalties = kh_penalties(self.decisions, epoch + 1, self._epochs, self._delta)
+
+    def decide(self, first: int, rows: Tensor) -> Tensor:
+        draws = self.prepare(first, rows)[:, self.group.local]
+        self._penalties = self._penalties.to(rows.device)
+        penalties = self._penalties[first : first + len(rows)]
+        return self._kernels.balance_kh(rows, self.running, self.q, penalties, draws)

@@ -1,0 +1,86 @@
+"""The simple ones: dense, Top-k, CLT-k and a hard threshold. They adapt to nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdgrab.checks import number
+from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.threshold import first_guess, largest, reaching
+
+
+class Dense(Sparsifier):
+    """No sparsification: every worker sends everything; `density` is ignored and nothing is fed back."""
+
+    label = "dense"
+    options = ()
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings, error_feedback=False)
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        return [torch.arange(self.dim, device=accumulated.device)] * self.local_workers
+
+    def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
+        return mine[:1] * self.workers, 0  # nobody needs to be told
+
+    def _union(self, selected: list[Tensor]) -> Tensor:
+        return selected[0]
+
+
+class TopK(Sparsifier):
+    """Top-k (Aji, Heafield 2017): every worker its k largest. The union grows with the number of workers, which is
+    called gradient build-up."""
+
+    label = "Top-k"
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        return [largest(row, self.target) for row in accumulated]
+
+
+class CyclicLocalTopK(Sparsifier):
+    """CLT-k (ScaleCom; Chen et al. 2020): the workers take turns to lead; the leader's k largest are everybody's
+    coordinates."""
+
+    label = "CLT-k"
+    exclusive = True  # only one selects
+
+    @property
+    def leader(self) -> int:
+        return self.iteration % self.workers
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        nothing = torch.empty(0, dtype=torch.long, device=accumulated.device)
+        return [
+            largest(row, self.target) if worker == self.leader else nothing
+            for worker, row in zip(self.worker_ids(), accumulated, strict=True)
+        ]
+
+    def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
+        """The leader tells everybody."""
+        nothing = mine[0].new_empty(0)
+        message = torch.empty(self.target, dtype=self._index_type, device=nothing.device)
+        if self.leader in self.worker_ids():
+            message = mine[self.leader - self.group.local.start].to(self._index_type)
+        chosen = self.group.from_worker(self.leader, message).long()
+        sent = (self.workers - 1) * self.target * self._index_type.itemsize // self.workers
+        return [chosen if worker == self.leader else nothing for worker in range(self.workers)], sent
+
+
+class HardThreshold(Sparsifier):
+    """Every worker sends whatever reaches one fixed value. How much that is depends on the gradients' scale."""
+
+    label = "hard threshold"
+    options = (*Sparsifier.options, "value")
+
+    def __init__(self, *, value: float | None = None, **settings) -> None:
+        """value: the threshold; by default 1 / (2 √k)."""
+        super().__init__(**settings)
+        self.value = first_guess(self.target) if value is None else number("value", value, above=0)
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        return [reaching(row, self.value) for row in accumulated]
+
+    def _threshold(self) -> float:
+        return self.value
