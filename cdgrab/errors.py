@@ -30,7 +30,7 @@ class MissingError(CdgrabError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. Not for the user: who waited for whom is found out where this is caught."""
+    """A collective failed. Not for the user: whoever catches this finds out which process is missing."""
 
     def __init__(self, name: str, number: int, reason: str) -> None:
         super().__init__(f"{name}, collective number {number}, failed: {reason}")

@@ -57,7 +57,7 @@ class CountSketch:
 class Gaussian:
     """Independent normal entries of variance 1/size, made again chunk by chunk whenever they are needed.
 
-    A product for each row: in those of matrices, last bits depend on how many rows there are.
+    One vector-matrix product per row: in a matrix product the last bits depend on the number of rows.
     """
 
     name = "gaussian"

@@ -61,8 +61,8 @@ class BucketHook:
         return promise
 
     def _averaged(self) -> Tensor:
-        """Not finite on one process is refused on all. A hook that raises leaves DDP waiting for its buckets for ever:
-        it gets nothing but NaN instead, and the backward pass fails when DDP is done with it."""
+        """What is not finite on one process is refused on all. A hook that raises would leave DDP waiting for its
+        buckets for ever: it gets NaN instead, and the backward pass fails once DDP is done."""
         try:
             return self._average(self._gradient)
         except NotFiniteError as error:

@@ -21,8 +21,8 @@ from cdgrab.errors import CdgrabError, CollectiveError
 from cdgrab.runtime.rendezvous import meet
 
 DEVICES = ("auto", "cpu", "cuda")
-FEW = 2**16  # bytes up to which a sum takes as long as its rounds
-WHOLE = 2**16  # numbers of all processes together up to which one collective is faster than two with less traffic
+FEW = 2**16  # bytes; below this a sum takes as long as its rounds, not its traffic
+WHOLE = 2**16  # numbers of all processes together; below this one collective beats two with less traffic
 
 # The first name is new in torch 2.13, where the second is deprecated.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,7 +38,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Around every one, so that it can be told who waits for whom in which."""
+        """Wraps every collective, so that a failure can be traced to a name and a number."""
         self.calls, self.last = self.calls + 1, name
         number = self.calls  # another thread may begin one meanwhile
         try:
@@ -166,10 +166,10 @@ class WorkerGroup:
         return whole
 
     def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
-        """What `shard` made of one row per worker, [workers, width] -> those of the local workers, [local, dim]."""
+        """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
         own = range(self.workers)[self.local]
         whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
-        return torch.stack(whole)  # one at a time: nobody holds those of all workers
+        return torch.stack(whole)  # one at a time: no process holds the rows of all workers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""
@@ -212,7 +212,7 @@ class WorkerGroup:
         return tensor
 
     def new_channel(self) -> WorkerGroup:
-        """The same group on a channel of its own, so that another thread may use it. All processes must call this."""
+        """The same group on a new channel, for use by another thread. All processes must call this."""
         if self.world_size == 1:
             return self
         limit = timedelta(seconds=self.timeout) if self.timeout else None
@@ -263,7 +263,7 @@ def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
 
 
 def one_worker_per_process(channel: object = None) -> WorkerGroup:
-    """The processes that are connected already, each hosting one worker; `channel`: those of a process group."""
+    """The processes that are already connected, each hosting one worker; `channel`: a process group of some of them."""
     if not (dist.is_available() and dist.is_initialized()):
         if launched_world_size() > 1:
             raise CdgrabError(

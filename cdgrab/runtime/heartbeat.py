@@ -1,8 +1,8 @@
-"""Which process is missing when the others wait in vain.
+"""Finds out which process is missing when the others wait in vain.
 
-Every process tells the store that torchrun keeps, once in a while, which collective it began last. When one fails or
-takes longer than `timeout`, the others look there: who has told nothing new since is gone or stands still; who is the
-furthest behind is busy with something else.
+Every few seconds each process writes to torchrun's store which collective it began last. When a collective fails or
+takes longer than `timeout`, the others read the store: a process that has written nothing new is gone or stuck; if all
+of them still write, the one furthest behind is busy with something else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_SECONDS = 5.0  # between two beats
 
 @contextlib.contextmanager
 def watching(group: WorkerGroup, timeout: float) -> Iterator[None]:
-    """A collective that fails in here is told in one sentence, which names the process that is missing."""
+    """A collective that fails in here becomes one sentence that names the missing process."""
     if group.world_size == 1:
         yield
         return
@@ -54,7 +54,7 @@ class Heartbeat:
         self._ended.set()
 
     def missing(self) -> str:
-        """A clause that names the process which the others wait for."""
+        """A clause that names the process the others are waiting for."""
         try:
             before = self._all()
             time.sleep(2.5 * self._interval)

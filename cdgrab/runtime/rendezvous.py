@@ -1,7 +1,8 @@
-"""How the processes of a run find each other, also after torchrun has started them again.
+"""How the processes of a run find each other, also after torchrun has restarted them.
 
-torchrun's store outlives a restart, and with it the addresses of processes that are gone. So they first agree on a name
-that is new: rank 0 proposes one, everybody answers, and who finds his answer confirmed knows that it is not an old one.
+torchrun's store outlives a restart, and with it the addresses of processes that are gone. So the processes first agree
+on a new name: rank 0 proposes one and every other rank answers with a random token. Rank 0 confirms the tokens it has
+read, and a rank that finds its own token among them knows that the proposal is not left over from before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from cdgrab.errors import MissingError
 
 PATIENCE = 120.0  # seconds for everybody to start
-PAUSE = 0.02  # seconds between two looks
+PAUSE = 0.02  # seconds between two polls
 GONE = "the process that keeps the store no longer answers"
 
 
@@ -36,13 +37,13 @@ def meet(rank: int, world_size: int, timeout: float | None) -> None:
 
 
 def agents_store(patience: float) -> dist.TCPStore:
-    """A connection of its own to the store that torchrun keeps."""
+    """A separate connection to torchrun's store."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 
 def note_beginning(name: str) -> None:
-    """For whoever torchrun starts again: this run has begun, and may go on."""
+    """Tell processes that torchrun restarts later that this run has begun and may be resumed."""
     if _has_agent():
         with _answering():
             agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
@@ -66,7 +67,7 @@ def _has_agent() -> bool:
 
 
 def _agree(store: dist.Store, rank: int, world_size: int) -> str:
-    """A name that only the processes which are here now know to be theirs."""
+    """A name that only the processes running now take for theirs."""
     me, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE
     if rank == 0:
         name, answers = me, {}
@@ -92,5 +93,5 @@ def _look(store: dist.Store, key: str) -> str | None:
 
 def _wait(deadline: float, who: str) -> None:
     if time.monotonic() > deadline:
-        raise MissingError(f"{who} has not come to the meeting of all processes for {PATIENCE:.0f} seconds")
+        raise MissingError(f"{who} did not reach the rendezvous within {PATIENCE:.0f} seconds")
     time.sleep(PAUSE)

@@ -1,7 +1,7 @@
-"""DEFT: layers are dealt out to the workers, and each selects the largest of its layers only.
+"""DEFT (arXiv 2307.03500): layers are dealt out to the workers, and each selects the largest values of its layers only.
 
-How many coordinates a layer gets follows its norm, who takes it follows the cost of selecting them. Both come from the
-norms that one worker sees, the workers taking turns, so that all agree.
+A layer's share of the coordinates follows its norm, and the layers are dealt out by what selecting in them costs. Both
+come from the norms that one worker sees; the workers take turns, so that all agree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def allot(total: int, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def deal(costs: np.ndarray, workers: int) -> list[int]:
-    """An owner for every piece: the most expensive first, to whom has least so far."""
+    """An owner for every piece: the most expensive first, each to the worker with the least so far."""
     owners, burden = [0] * len(costs), [0.0] * workers
     for piece in np.argsort(-costs, kind="stable").tolist():
         owners[piece] = min(range(workers), key=burden.__getitem__)

@@ -27,7 +27,7 @@ from cdgrab.sparsify.threshold import (
 )
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
-COUNTED = 4096  # about so many passing coordinates are counted; of more a part, which is as good
+COUNTED = 4096  # passing coordinates that are counted, about; of more, a sample does as well
 COUNT_AGAIN = 2.0  # a density off by this factor is corrected at once instead of step by step
 COUNT_APART = 8  # iterations between two such corrections
 MOST = 1.1  # times its fair share that a worker may send: with few coordinates each, chance alone gives more to some

@@ -1,4 +1,5 @@
-"""SIDCo: every worker fits an exponential distribution to its magnitudes and takes the threshold from the fit.
+"""SIDCo (arXiv 2101.10761): every worker fits an exponential distribution to its magnitudes, and takes its threshold
+from the fit.
 
 One fit to everything misses the tail, so it is refined in stages: each keeps a quarter and fits again what exceeds the
 threshold so far. The number of stages adapts every few iterations to the density that the worker reached.
