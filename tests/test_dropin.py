@@ -50,6 +50,25 @@ def test_orders_are_those_of_the_sorter_fed_with_the_same_gradients(sorter):
     assert not torch.equal(orders[0], orders[1])
 
 
+@pytest.mark.parametrize("drop_last, sizes", [(False, [5, *[8] * 7]), (True, [8] * 7)])
+def test_every_epoch_visits_each_example_once_in_batches_that_stay_together(drop_last, sizes):
+    model = network()
+    visited = train(model, attached(model, drop_last=drop_last))
+    for epoch in visited:
+        numbers = sum(epoch, [])
+        assert sorted(map(len, epoch)) == sizes and len(set(numbers)) == len(numbers) == sum(sizes)
+        assert set(numbers) <= set(range(EXAMPLES))
+        assert sorted(epoch) == sorted(visited[0])
+    assert visited[0] != visited[1] != visited[2]
+
+
+def test_a_sampler_says_what_it_is():
+    sampler = OrderedBatchSampler(dataset(), 8, sorter="grab")
+    sentence = "OrderedBatchSampler(sorter='grab', unit='batch', batches=8, processes=1, attached=False)"
+    assert repr(sampler) == sentence
+    assert repr(sampler.attach(network())) == sentence.replace("False", "True")
+
+
 def test_loader_processes_read_no_order_ahead_of_the_epochs_end():
     visited = []
     for settings in ({}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 9}):
@@ -62,10 +81,12 @@ def test_loader_processes_read_no_order_ahead_of_the_epochs_end():
 def test_looking_at_a_batch_starts_no_epoch():
     model, twin = network(), network()
     sampler, other = attached(model), attached(twin)
-    assert next(iter(DataLoader(dataset(), batch_sampler=other)))[0].tolist() in sampler._own[0] + sum(sampler._own, [])
+    looked_at = next(iter(DataLoader(dataset(), batch_sampler=other)))[0].tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert train(model, sampler) == train(twin, other)
+        visited = train(model, sampler)
+        assert train(twin, other) == visited
+    assert looked_at == visited[0][0]
 
 
 def test_an_epoch_cut_short_keeps_the_order_of_what_was_not_seen():

@@ -65,6 +65,11 @@ def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, p
     gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()))
     sketch = {key: value for key, value in case.sampler.items() if key.startswith("sketch")}
     assert result["visited"] == in_order(result["units"], sorted_alone(gradients, **sketch))
+    for epoch in zip(*result["visited"], strict=True):
+        numbers = [number for batches in epoch for batch in batches for number in batch]
+        left_out = set(range(EXAMPLES)) - set(numbers)
+        assert len(left_out) < (4 * processes if name == "accumulated" else 1)
+        assert len(numbers) - len(set(numbers)) < (1 if name == "accumulated" else processes)
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12)
 
 
