@@ -18,6 +18,8 @@ from torch import Tensor
 from cdgrab.balance import rules
 from cdgrab.balance.kernels import gram
 
+OPTIONAL = ("cpu", "divided", "gpu")
+
 
 def optional(name: str) -> ModuleType | None:
     """A module of this package, or None where what it needs is not installed."""
@@ -25,6 +27,12 @@ def optional(name: str) -> ModuleType | None:
         return importlib.import_module(f"{__name__}.{name}")
     except ImportError:
         return None
+
+
+def __getattr__(name: str) -> ModuleType | None:
+    if name in OPTIONAL:
+        return optional(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
