@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from cdgrab.errors import CdgrabError, file_error
-from experiments.report import tables as report
+from experiments.report import tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
+from experiments.report.text import markdown
 from experiments.store.files import RESULTS
 
 
@@ -28,12 +29,12 @@ def write() -> int:
         found = [
             group for group in map(Group, folders) if group.manifests and group.manifests[0].get("size") != "smoke"
         ]
-        rows += report.comparison(experiment, found)
+        rows += tables.comparison(experiment, found)
     if not rows:
         print(f"error: no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}", file=sys.stderr)
         return 1
     path = RESULTS / "REPORT.md"
-    path.write_text(f"# CD-GraB against D-RR\n\n{report.HEADNOTE}\n\n{report.markdown(rows)}\n")
+    path.write_text(f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n")
     print(path.read_text())
     return 0
 

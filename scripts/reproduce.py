@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from cdgrab.errors import CdgrabError
 from experiments.report import tables as report
 from experiments.report.runs import Group, groups, sweeps, without
+from experiments.report.text import save
 from experiments.store.files import RESULTS, ROOT
 from experiments.tasks import locate_data
 from experiments.training.config import Run, compose, compose_config
@@ -66,7 +67,7 @@ def reproduce_all(overrides: list[str], seeds: int | None) -> int:
             failed[task] = status
     text = f"{report.HEADNOTE}\n\n{report.markdown(rows)}\n" if rows else "no task finished\n"
     text += "".join(f"\nfailed: {task} (exit status {status})\n" for task, status in failed.items())
-    report.save(text, "all")
+    save(text, "all")
     print(f"\n{text}\n{(RESULTS / 'figures' / 'all.md').relative_to(ROOT)}")
     return next(iter(failed.values()), 0)
 

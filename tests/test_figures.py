@@ -15,7 +15,7 @@ import pytest
 from synthetic_runs import write_run
 
 from cdgrab.errors import CdgrabError
-from experiments.report import figures
+from experiments.report import figures, plots, text
 from experiments.report import runs as results
 from experiments.report import tables as report
 from experiments.report.published import published
@@ -33,8 +33,8 @@ FIGURE = "fig3a_lr_hmda"
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     """CD-GraB at 5 − epoch + seed/10, D-RR at 3 + seed/5 for ever: CD-GraB reaches D-RR's 3.1 in epoch 1.95."""
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    monkeypatch.setattr(text, "RESULTS", tmp_path)
     folder = tmp_path / FIGURE / "made-up"
     for seed in (0, 1):
         write_run(folder, "cd_grab", "CD-GraB", seed, [5 - e + seed / 10 for e in range(1, 5)], size="quick")
@@ -227,8 +227,8 @@ def test_figures_show_the_data_and_are_reproducible(group):
     line = figure.axes[0].get_lines()[0]
     assert list(line.get_ydata()) == pytest.approx([4.05, 3.05, 2.05, 1.05]) and list(line.get_xdata()) == [1, 2, 3, 4]
     assert any(group.caption() in text.get_text() for text in figure.texts)
-    paths = figures.save(figure, "one")
-    again = figures.save(figures.learning_curves(group, METRICS, "title", FIGURE), "two")
+    paths = plots.save(figure, "one")
+    again = plots.save(figures.learning_curves(group, METRICS, "title", FIGURE), "two")
     assert [path.suffix for path in paths] == [".png", ".pdf"]
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
 

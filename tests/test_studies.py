@@ -154,7 +154,7 @@ KILLED = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from cdgrab.studies import base
+from experiments.studies import base
 
 def announce(folder):
     Path(folder, str(os.getpid())).touch()

@@ -10,12 +10,12 @@ import torch
 from synthetic_studies import TRAINING, answers_of, made_up, settings_of
 
 from cdgrab.errors import CdgrabError
+from experiments.report.names import sorter_label as label
 from experiments.report.statistics import holm, paired_p
 from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
 from experiments.studies import learning_rate, sorters
 from experiments.studies.paired import difference
-from experiments.studies.style import label
 from experiments.studies.training import outcome, overrides, train
 from experiments.tasks import make_task
 from experiments.train import train as ordinary_run
@@ -137,10 +137,10 @@ def test_verdicts_of_learning_rates():
     bad = answers_of("learning_rate", swapped, settings)
     assert bad["LR-HMDA, AdamW: CD-GraB's largest stable rate is no smaller than D-RR's"] == "fails"
     assert bad["LR-HMDA, AdamW: each at its best rate, CD-GraB ends lower than D-RR"] == "fails"
-    measured = learning_rate.Measured(table, settings, "lr_hmda", "sgd")
+    measured = learning_rate.RateSweep(table, settings, "lr_hmda", "sgd")
     assert measured.stable_rates("d_rr")[-1] == 2 and measured.stable_rates("cd_grab")[-1] == 5
     stopped = table.assign(epochs_done=table["epochs_done"].where(table["rate"] != 0.2, 1))
-    assert learning_rate.Measured(stopped, settings, "lr_hmda", "sgd").stable_rates("cd_grab") == [0.01, 0.05]
+    assert learning_rate.RateSweep(stopped, settings, "lr_hmda", "sgd").stable_rates("cd_grab") == [0.01, 0.05]
 
 
 # -- whole studies ----------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ RUN_ALL = """
 import json, sys
 from pathlib import Path
 import matplotlib; matplotlib.use("agg")
-from cdgrab.studies.base import carry_out, compose_study
-from cdgrab.studies.collection import write_collection
+from experiments.studies.base import carry_out, compose_study
+from experiments.studies.collection import write_collection
 for name in sys.argv[1:]:
     carry_out(compose_study([f"study={name}", "size=smoke", "data=embedded"]))
     cells = json.loads(Path(f"notebooks/study_{name}.ipynb").read_text())["cells"]

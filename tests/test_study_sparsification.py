@@ -19,7 +19,14 @@ from experiments.studies.sparsification_verdicts import (
     time_table,
     training_table,
 )
-from experiments.studies.sparsifiers import PUBLISHED, MatchedMean, label, options_of, selection_seconds, settling
+from experiments.studies.sparsifiers import (
+    PUBLISHED,
+    MatchedMean,
+    method_label,
+    options_of,
+    selection_seconds,
+    settling,
+)
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.tasks import resnet
 
@@ -33,7 +40,7 @@ def test_methods_carry_options():
         "exdyna",
         {"rule": "static", "error_feedback": False},
     )
-    assert [label(m) for m in ("topk", PUBLISHED, "exdyna,rule=static", "exdyna,error_feedback=false")] == [
+    assert [method_label(m) for m in ("topk", PUBLISHED, "exdyna,rule=static", "exdyna,error_feedback=false")] == [
         *("Top-k", "ExDyna as published", "ExDyna, rule static", "ExDyna, no error feedback")
     ]
 
@@ -128,7 +135,7 @@ def test_all_of_it_and_going_on_after_an_interruption(monkeypatch, tmp_path):
     assert "ExDyna: actual density / target with 8 workers" in claims and len(claims) == len(study.verdicts())
     topk = study.table[(study.table["measure"] == "build-up") & (study.table["method"] == "topk")]
     assert topk[topk["workers"] == 8]["ratio"].mean() > topk[topk["workers"] == 2]["ratio"].mean() > 1.5
-    for figure in (sparsification_figures.made_up(study), sparsification_figures.trainings(study)):
+    for figure in (sparsification_figures.synthetic(study), sparsification_figures.trainings(study)):
         assert all(panel.get_title() for panel in figure.axes if panel.axison)
     for table in (training_table, ablation_table, time_table):
         assert "ExDyna" in table(study.table)

@@ -6,15 +6,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.report.statistics import t_quantile
-from experiments.studies.verdicts import Claim, Estimate, counted, estimate, judge, judge_every, power_exponents
+from experiments.report.statistics import Estimate, counted, estimate, power_exponents
+from experiments.studies.verdicts import Claim, judge, judge_every
 
 
-@pytest.mark.parametrize(
-    ("freedom", "confidence", "t"), [(1, 0.95, 12.7062), (2, 0.95, 4.30265), (4, 0.99, 4.60409), (30, 0.95, 2.04227)]
-)
-def test_t_quantiles_are_the_tabulated_ones(freedom, confidence, t):
-    assert t_quantile(freedom, confidence) == pytest.approx(t, rel=2e-5)
+# two-sided 5 % points of Student's t, from printed tables
+@pytest.mark.parametrize(("count", "t"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (31, 2.04227), (121, 1.97993)])
+def test_intervals_are_students(count, t):
+    values = [1.0] * (count - 1) + [1.0 + count]  # mean 2, std √count
+    value = estimate(values)
+    assert (value.mean, value.seeds) == (2.0, count)
+    assert (value.high - 2, 2 - value.low) == pytest.approx((t, t), rel=2e-5)
 
 
 def test_estimates_by_hand():

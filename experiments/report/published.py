@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import pandas as pd
+from experiments.report.kinds import DataFrame
+from experiments.store.files import RESULTS
 
-from experiments.store.files import ROOT
-
-PAPER = ROOT / "results" / "paper"
+PAPER = RESULTS / "paper"
 AXES = ("epoch", "seconds")
-SORTERS = {"CD-GraB": "cd_grab", "D-RR": "d_rr", "ID-GraB (Bal)": "id_grab_bal", "ID-GraB (PairBal)": "id_grab_pair"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,12 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
 
 def published(
     experiment: str, metric: str, axis: str = "epoch", column: str | float | None = None
-) -> dict[str, pd.DataFrame]:
+) -> dict[str, DataFrame]:
     """The paper's curves by series name: x (epoch or seconds), mean, low and high (± std, or the extreme seeds).
 
     Pairs of epochs are put at their centre. Empty where nothing was published.
     """
-    curves: dict[str, pd.DataFrame] = {}
+    curves: dict[str, DataFrame] = {}
     for source in PUBLISHED.get(experiment, ()):
         if metric not in source.panels or axis not in source.axes:
             continue
@@ -95,7 +93,9 @@ def published_metrics(experiment: str) -> tuple[str, ...]:
 
 
 @cache
-def _read(file: str) -> pd.DataFrame:
+def _read(file: str) -> DataFrame:
+    import pandas as pd
+
     table = pd.read_csv(PAPER / f"{file}.csv").dropna(subset="mean")  # empty: outside the drawn range
     if "figure" in table:
         table["panel"] = table["figure"] + "/" + table["metric"] + "/" + table["axis"]

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import pandas as pd
-
 from cdgrab.errors import CdgrabError
+from experiments.report.kinds import DataFrame, Series
+from experiments.report.names import COUNTED, sorter_label
 from experiments.store.files import RESULTS
 from experiments.store.records import read_manifest, read_metrics
-from experiments.tasks import TASKS
 
-LABELS = {"riffle": "riffle (no balancing)", "d_rr,shared=True": "D-RR, shared order"}
 HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
@@ -44,8 +42,10 @@ class Group:
         return sorted((m for m in found if m.get("status") == "finished"), key=lambda m: (_variant(m), m["seed"]))
 
     @cached_property
-    def metrics(self) -> pd.DataFrame:
+    def metrics(self) -> DataFrame:
         """One row per sorter, seed and epoch; `elapsed` is the training time since the start."""
+        import pandas as pd
+
         tables = []
         for manifest in self.manifests:
             path = manifest["path"] / "metrics.jsonl"
@@ -62,32 +62,36 @@ class Group:
         return list(dict.fromkeys(_variant(m) for m in self.manifests))
 
     def label(self, sorter: str) -> str:
+        if sorter == "riffle":  # the published code's order, as its figures have to say
+            return "riffle (no balancing)"
         manifest = next(m for m in self.manifests if _variant(m) == sorter)
-        plain = manifest["sorter_label"] + sorter.removeprefix(manifest["sorter"]).replace(",", ", ")
-        return LABELS.get(sorter, plain)
+        return sorter_label(sorter, manifest["sorter_label"])
 
-    def curve(self, sorter: str, metric: str) -> pd.DataFrame:
+    def curve(self, sorter: str, metric: str) -> DataFrame:
         """Mean, std (over seeds, as numpy has it) and mean elapsed seconds by epoch; only epochs with the metric."""
         by_epoch = self._measured(sorter, metric).groupby("epoch")
-        spread = by_epoch[metric].std(ddof=0)
-        return pd.DataFrame({"mean": by_epoch[metric].mean(), "std": spread, "elapsed": by_epoch["elapsed"].mean()})
+        mean, std = by_epoch[metric].mean(), by_epoch[metric].std(ddof=0)
+        return mean.to_frame("mean").assign(std=std, elapsed=by_epoch["elapsed"].mean())
 
-    def final(self, sorter: str, metric: str) -> pd.Series:
+    def final(self, sorter: str, metric: str) -> Series:
         """The last epoch's value of every seed."""
         rows = self._measured(sorter, metric)
         return rows[rows["epoch"] == rows["epoch"].max()].set_index("seed")[metric].sort_index()
 
-    def best(self, sorter: str, metric: str) -> pd.Series:
+    def best(self, sorter: str, metric: str) -> Series:
         """The highest value of every seed."""
         return self._measured(sorter, metric).groupby("seed")[metric].max()
 
     @property
     def column(self) -> str | float | None:
-        """This group's value of that setting. Embedded sentences are none of GLUE's datasets."""
-        first = self.manifests[0]
-        if self.columns == "task.dataset" and first["data"]["embedded"]:
+        """This group's value of the setting in `columns`. Embedded sentences are none of GLUE's datasets."""
+        if self.columns == "task.dataset" and self.manifests[0]["data"]["embedded"]:
             return "embedded"
-        return first["science"].get(self.columns)
+        return self.setting(self.columns)
+
+    def setting(self, name: str) -> str | float | None:
+        """The same for all runs of a group, but for sorter and seed."""
+        return self.manifests[0]["science"].get(name)
 
     @property
     def like_the_paper(self) -> bool:
@@ -120,7 +124,7 @@ class Group:
         """The setting whose values are the columns of this experiment's figure; empty: it has one column."""
         return self.manifests[0].get("config", {}).get("columns") or ""
 
-    def _measured(self, sorter: str, metric: str) -> pd.DataFrame:
+    def _measured(self, sorter: str, metric: str) -> DataFrame:
         rows = self.metrics[self.metrics["sorter"] == sorter]
         return rows.dropna(subset=metric) if metric in rows else rows.iloc[:0].assign(**{metric: 0.0})
 
@@ -163,7 +167,7 @@ def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sw
     if wanted is not None and wanted not in sources:
         raise _nothing(f"{experiment} in {only}")
     return [
-        Sweep(setting, source, tuple(sorted(members, key=lambda group: group.manifests[0]["science"][setting])))
+        Sweep(setting, source, tuple(sorted(members, key=lambda group: group.setting(setting))))
         for source, members in sources.items()
         if wanted in (None, source)
     ]
@@ -185,7 +189,7 @@ def caption(manifests: list[dict]) -> str:
     count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
     settings = [m["science"] for m in manifests]
     sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
-    counted = TASKS[task][0].counted if (task := manifests[0].get("task")) in TASKS else "rows"
+    counted = COUNTED.get(manifests[0].get("task"), "rows")
     return (
         f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} {counted} · "
         f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "

@@ -1,47 +1,68 @@
-"""What is more than chance over seeds? Student's t, exact for whole degrees of freedom."""
+"""What is more than chance over seeds? Means with Student's t intervals, paired t-tests, Holm's adjustment, slopes.
+
+scipy.stats takes as long to import as everything else here together: it is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from experiments.report.kinds import DataFrame, Series
+from experiments.report.text import signed
+
+CONFIDENCE = 0.95
 
 
-def t_two_sided(t: float, freedom: int) -> float:
-    """P(|T| ≥ |t|) for Student's t: the finite sums of Abramowitz and Stegun 26.7.3 (odd) and 26.7.4 (even)."""
-    if math.isinf(t):
-        return 0.0
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(freedom // 2):
-        total += term
-        term *= cosine**2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return max(0.0, 1.0 - inside)
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its confidence interval; one seed says nothing about the spread. What is `counted`, not
+    measured, has neither seeds nor interval."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    counted: bool = False
+
+    def __str__(self) -> str:
+        if self.counted:
+            return f"{signed(self.mean)}, counted"
+        if not self.seeds:
+            return "–"
+        if self.seeds < 2:
+            return f"{signed(self.mean)}, one seed"
+        return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
 
 
-def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """The t that |T| stays below with this probability, by bisection."""
-    low, high = 0.0, 1.0
-    while t_two_sided(high, freedom) > 1.0 - confidence:
-        high *= 2.0
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_two_sided(middle, freedom) > 1.0 - confidence else (low, middle)
-    return high
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and 95 % interval of independent values, one per seed, by Student's t; NaNs don't count."""
+    values = np.asarray(values, dtype=float)
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf, len(values))
+    half = _t_quantile(len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
+
+
+def counted(value: float) -> Estimate:
+    """A number that would be the same in every repetition."""
+    return Estimate(value, value, value, 0, counted=True)
 
 
 def paired_p(differences: Sequence[float]) -> float:
     """Two-sided p value of the paired t-test that the mean difference is zero; NaN for fewer than two pairs."""
-    count = len(differences)
-    if count < 2:
+    if len(differences) < 2:
         return math.nan
-    mean = math.fsum(differences) / count
-    variance = math.fsum((d - mean) ** 2 for d in differences) / (count - 1)
-    if variance == 0.0:
-        return 1.0 if mean == 0.0 else 0.0
-    return t_two_sided(mean / math.sqrt(variance / count), count - 1)
+    if len(set(differences)) == 1:  # no spread at all, which scipy refuses to judge
+        return 0.0 if differences[0] else 1.0
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -51,3 +72,24 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
+
+
+def power_exponents(table: DataFrame, x: str, y: str) -> Series:
+    """The exponent of y ∝ x^exponent by least squares on logarithms, one fit per seed.
+
+    Seeds are what repeats independently, so the uncertainty is the spread of their exponents, not that of the points
+    around one line.
+    """
+    import pandas as pd
+
+    def exponent(rows: DataFrame) -> float:
+        return float(np.polyfit(np.log(rows[x]), np.log(rows[y]), 1)[0]) if rows[x].nunique() > 1 else math.nan
+
+    return pd.Series({seed: exponent(rows) for seed, rows in table.groupby("seed")}, name="exponent")
+
+
+@cache
+def _t_quantile(freedom: int) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf((1 + CONFIDENCE) / 2, freedom))

@@ -1,4 +1,8 @@
-"""The records under results/: manifests, lines of metrics, and what they were made with."""
+"""What is kept of runs, studies and benchmarks: a manifest, and lines of metrics.
+
+All manifests are of one kind: `begin` says what is being made, with which machine, versions and commit, and since when;
+`finish` how it ended. A run or study has a folder of its own with manifest.json and metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,37 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
-from experiments.store.files import ROOT
+from experiments.store.files import ROOT, append_line, write_atomically
 
+MANIFEST, METRICS = "manifest.json", "metrics.jsonl"
 PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "numba")
 
 
-def environment() -> dict:
-    """What a result was made with: host, versions, commit."""
-    return {
-        "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
-        "versions": {"python": platform.python_version()} | _versions(),
-        "commit": git_commit(),
-    }
+# -- manifests ---------------------------------------------------------------------------------------------------------
+
+
+def begin(what: dict, before: dict | None = None) -> dict:
+    """The manifest of `what`, which begins now, or goes on after what the manifest `before` tells of."""
+    return {"status": "running", **what, **environment(), "started": (before or {}).get("started", now())}
+
+
+def finish(manifest: dict, status: str = "finished", **more: object) -> dict:
+    return manifest | {"status": status, "ended": now()} | more
+
+
+def write_manifest(path: Path, manifest: dict) -> None:
+    write_atomically(path, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(directory: Path) -> dict:
-    """The manifest of a run folder; empty when there is none yet."""
-    path = directory / "manifest.json"
+    """The manifest of a folder; empty when there is none yet."""
+    path = directory / MANIFEST
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
@@ -39,6 +52,24 @@ def read_manifest(directory: Path) -> dict:
         return {}
     except (ValueError, RecursionError) as error:
         raise CdgrabError(f"{path} cannot be read ({error}); move its folder away to start this run again") from error
+
+
+def now() -> str:
+    """The time, as manifests have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def append(directory: Path, line: dict) -> None:
+    """On the disk before this returns."""
+    append_line(directory / METRICS, line)
+
+
+def rewrite(directory: Path, lines: Iterable[dict]) -> None:
+    """All lines at once."""
+    write_atomically(directory / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -67,6 +98,18 @@ def _parsed(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+# -- what it was made with ---------------------------------------------------------------------------------------------
+
+
+def environment() -> dict:
+    """Host, versions, commit."""
+    return {
+        "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": git_commit(),
+    }
 
 
 def git_commit() -> str | None:
@@ -106,8 +149,3 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def now() -> str:
-    """The time, as manifests have it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -5,10 +5,12 @@ A study is a module of this package with
     parts(settings) -> list[Part]                    independent pieces of work, each a pure function of the settings
     verdicts(table, settings) -> list[Verdict]       what the results of all parts say
 
-and configs/study/<name>.yaml. Its results go to results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl
-(one line per finished part) and manifest.json. Parts that are there are not computed again, so that an interrupted
-study goes on where it stopped. A study that trains has `tasks` in its settings; the data that they use is found when it
-is composed and becomes the setting `sources`.
+its figures and tables, configs/study/<name>.yaml and notebooks/study_<name>.ipynb. Its results go to
+results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line per finished part) and manifest.json.
+Parts that are there are not computed again, so an interrupted study goes on where it stopped. A study that trains has
+`tasks` in its settings; the data they use is found when it is composed and becomes the setting `sources`.
+
+pandas and matplotlib are imported when results are read, not while parts are computed.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from itertools import chain
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
-import pandas as pd
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
-from experiments.data.sources import Source
-from experiments.store.files import RESULTS, append_line, write_atomically
+from experiments.report.kinds import DataFrame
+from experiments.report.text import plural
+from experiments.store import records
+from experiments.store.files import RESULTS
 from experiments.store.lock import locked
-from experiments.store.records import environment, now, read_all_metrics, read_manifest
+from experiments.store.records import environment, read_all_metrics, read_manifest
 from experiments.studies.verdicts import Verdict
 from experiments.tasks import locate_data
 from experiments.training.config import compose_config, flatten
@@ -76,7 +79,11 @@ class Study:
 
     @property
     def metrics_path(self) -> Path:
-        return self.directory / "metrics.jsonl"
+        return self.directory / records.METRICS
+
+    def lines(self) -> list[dict]:
+        """One per finished part."""
+        return read_all_metrics(self.metrics_path)
 
     def parts(self) -> list[Part]:
         return self._module.parts(self.settings)
@@ -84,16 +91,18 @@ class Study:
     def complete(self) -> bool:
         """Whether all parts are there: a study may have got more of them since it was finished."""
         parts = self.parts()
-        done = {_name(line, parts) for line in read_all_metrics(self.metrics_path)}
+        done = {_name(line, parts) for line in self.lines()}
         return all(_name(part.key, parts) in done for part in parts)
 
     def verdicts(self) -> list[Verdict]:
         return self._module.verdicts(self.table, self.settings)
 
     @cached_property
-    def table(self) -> pd.DataFrame:
+    def table(self) -> DataFrame:
         """The results of all finished parts, one below the other; the names and values of their keys are columns."""
-        return pd.concat(map(pd.DataFrame, read_all_metrics(self.metrics_path)), ignore_index=True)
+        import pandas as pd
+
+        return pd.concat(map(pd.DataFrame, self.lines()), ignore_index=True)
 
     def figure_name(self, which: str = "") -> str:
         """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
@@ -102,13 +111,13 @@ class Study:
     def caption(self) -> str:
         """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
         data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
-        data = f"{'EMBEDDED DATA: ' * self.embedded}{data}"
-        seconds = sum(line["seconds"] for line in read_all_metrics(self.metrics_path))
-        manifest = read_manifest(self.directory)
+        seconds, manifest = sum(line["seconds"] for line in self.lines()), read_manifest(self.directory)
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
-        commits = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-        seeds = f"{self.settings.seeds} seed{'s' * (self.settings.seeds > 1)}"
-        return f"{data}size {self.directory.name} · {seeds} · {seconds:.0f} s · {commits}"
+        return (
+            f"{'EMBEDDED DATA: ' * self.embedded}{data}size {self.directory.name} · "
+            f"{plural(self.settings.seeds, 'seed')} · {seconds:.0f} s · "
+            f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+        )
 
     def _extent(self, task: str) -> str:
         """(7,680 units, 30 epochs, 8 workers): as far as it is the same for all runs of the task."""
@@ -137,7 +146,7 @@ def compose_study(overrides: list[str]) -> Study:
     count("study.seeds", settings.seeds, 1)
     before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
     changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
-    data = {task: _source(task, config.data).as_record() for task in settings.get("tasks", ())}
+    data = {task: _source(task, config.data) for task in settings.get("tasks", ())}
     labels = dict.fromkeys(source["label"] for source in data.values())
     if data:
         settings.sources = {task: source["label"] for task, source in data.items()}
@@ -166,22 +175,21 @@ def _refuse_other_settings(study: Study) -> None:
 
 def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
     parts, before = study.parts(), read_manifest(study.directory)
-    done = {_name(line, parts): line for line in read_all_metrics(study.metrics_path)}
+    done = {_name(line, parts): line for line in study.lines()}
     missing = [part for part in parts if _name(part.key, parts) not in done]
-    settings = OmegaConf.to_container(study.settings)
-    manifest = {"status": "running", "study": study.name, "size": study.size, "settings": settings}
-    manifest |= {"data": study.data, **environment(), "started": before.get("started", now()), "resumed": bool(done)}
+    what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
+    manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
     if done:  # perhaps on another machine, by another version
         made_with = {key: before[key] for key in environment() if key in before}
         manifest["earlier"] = [*before.get("earlier", []), made_with]
-    _write_manifest(study, manifest)
+    records.write_manifest(study.directory / records.MANIFEST, manifest)
     _write_in_order(study, done, parts)
     together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
     for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
         done[_name(part.key, parts)] = part.key | columns
-        append_line(study.metrics_path, part.key | columns)
+        records.append(study.directory, part.key | columns)
     _write_in_order(study, done, parts)
-    _write_manifest(study, manifest | {"status": "finished", "ended": now()})
+    records.write_manifest(study.directory / records.MANIFEST, records.finish(manifest))
 
 
 def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
@@ -206,12 +214,12 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
 def _begin_worker() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it hears the same signal, and ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Who started it may be killed and end nobody."""
+    """The process that started this one may be killed, and then ends nobody."""
     parent_process().join()
     os._exit(1)
 
@@ -222,8 +230,9 @@ def _timed(part: Part) -> dict:
     return columns | {"seconds": round(time.perf_counter() - started, 3)}
 
 
-def _source(task: str, data: str) -> Source:
-    return locate_data(compose_config([f"task={task}", f"data={data}"]))
+def _source(task: str, data: str) -> dict:
+    """Where a task's data comes from."""
+    return locate_data(compose_config([f"task={task}", f"data={data}"])).as_record()
 
 
 def _differs(key: str, before: object, now: object) -> bool:
@@ -248,10 +257,6 @@ def _name(line: dict, parts: list[Part]) -> str:
 
 
 def _write_in_order(study: Study, lines: dict[str, dict], parts: list[Part]) -> None:
-    """Those of the study's parts; parts are finished in any order."""
+    """The lines of the study's parts, in their order: parts are finished in any."""
     names = [_name(part.key, parts) for part in parts]
-    write_atomically(study.metrics_path, "".join(json.dumps(lines[name]) + "\n" for name in names if name in lines))
-
-
-def _write_manifest(study: Study, manifest: dict) -> None:
-    write_atomically(study.directory / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    records.rewrite(study.directory, (lines[name] for name in names if name in lines))

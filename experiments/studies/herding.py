@@ -1,11 +1,10 @@
-"""Figure 10: the parallel herding bound of fixed random vectors, reordered round after round."""
+"""Figure 10 of the CD-GraB paper: the parallel herding bound of fixed random vectors, reordered round after round."""
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache, partial
 
-import pandas as pd
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -14,11 +13,16 @@ from cdgrab import streams
 from cdgrab.errors import CdgrabError
 from cdgrab.herding import parallel_herding_bound
 from cdgrab.sorters import SORTERS, make_sorter
-from experiments.report.published import SORTERS as PUBLISHED_SERIES
+from experiments.report import plots
+from experiments.report.kinds import Axes, DataFrame, Figure
+from experiments.report.names import ALONE, OURS, PUBLISHED_SORTERS, sorter_colour, sorter_label, sorter_style
+from experiments.report.plots import panels, styled
 from experiments.report.published import published
-from experiments.studies.base import Part, significant
-from experiments.studies.style import ALONE, label
-from experiments.studies.verdicts import Claim, Verdict, estimate, judge, judge_every, power_exponents
+from experiments.report.statistics import estimate, power_exponents
+from experiments.report.text import markdown
+from experiments.studies.base import Part, Study, significant
+from experiments.studies.paired import select
+from experiments.studies.verdicts import Claim, Verdict, judge, judge_every, judge_mean
 
 FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
 FAR_ABOVE = 3  # a bound of so many floors is still on its way down
@@ -58,42 +62,47 @@ def random_vectors(vectors: int, dim: int, seed: int) -> Tensor:
     return drawn / drawn.norm(dim=1, keepdim=True)
 
 
+def _bounds(settings: DictConfig, sorter: str, workers: int, seed: int) -> dict[str, list]:
+    vectors = random_vectors(settings.vectors, settings.dim, seed).view(workers, -1, settings.dim)
+    bounds = bounds_by_round(vectors, sorter, seed, settings.rounds)
+    return {"round": list(range(len(bounds))), "bound": significant(bounds)}
+
+
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
-    levels = floors(table)
-    balancing = [sorter for sorter in settings.sorters if SORTERS[sorter].needs_gradients]
-    lines = [_halving(table, sorter) for sorter in (*balancing, ALONE)]
-    if "cd_grab" in balancing:
-        lines += [_growth(levels, "cd_grab", "CD-GraB's floor does not grow with the workers", most=0.05)]
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+    levels, balancing = floors(table), _descending(settings)
+    lines = [_halving(table, levels, sorter) for sorter in (*balancing, ALONE)]
+    if OURS in balancing:
+        lines += [_growth(levels, OURS, "CD-GraB's floor does not grow with the workers", most=0.05)]
         lines += [_as_low_as_alone(levels)]
     for sorter in balancing:
-        if sorter != "cd_grab":
-            lines += [_growth(levels, sorter, f"{label(sorter)}'s floor grows like √workers", 0.4, 0.6)]
-            lines += [
-                _growth(levels, sorter, f"{label(sorter)}'s floor grows linearly, as the paper's text says", 0.9, 1.1)
-            ]
+        if sorter != OURS:
+            grows = f"{sorter_label(sorter)}'s floor grows"
+            lines += [_growth(levels, sorter, f"{grows} like √workers", least=0.4, most=0.6)]
+            lines += [_growth(levels, sorter, f"{grows} linearly, as the paper's text says", least=0.9, most=1.1)]
     return lines + [_published_floor(levels, settings, sorter) for sorter in settings.sorters]
 
 
-def floors(table: pd.DataFrame) -> pd.DataFrame:
+def floors(table: DataFrame) -> DataFrame:
     """The mean bound of the last rounds, by sorter, workers and seed; of sorters that don't descend, of all rounds."""
     descends = table["sorter"].map(lambda sorter: SORTERS[sorter].needs_gradients)
     settled = table[~descends | (table["round"] > table["round"].max() - FLOOR_ROUNDS)]
     return settled.groupby(["sorter", "workers", "seed"], as_index=False)["bound"].mean()
 
 
-def published_bounds(workers: int, vectors: int) -> dict[str, pd.DataFrame]:
+def published_bounds(workers: int, vectors: int) -> dict[str, DataFrame]:
     """The paper's curves by sorter; empty unless it had the same workers and vectors."""
     panel = f"m={workers} n={vectors // workers:.0e}".replace("e+0", "e")
-    return {
-        PUBLISHED_SERIES[series]: curve for series, curve in published("study_herding", "bound", column=panel).items()
-    }
+    curves = published("study_herding", "bound", column=panel)
+    return {PUBLISHED_SORTERS[series]: curve for series, curve in curves.items()}
 
 
-def published_floors(settings: DictConfig) -> pd.DataFrame:
+def published_floors(settings: DictConfig) -> DataFrame:
     """Like `floors` of the paper's means, in a table of its own; empty unless the settings are the paper's."""
+    import pandas as pd
+
     curves = [
         curve.rename(columns={"x": "round", "mean": "bound"}).assign(sorter=sorter, workers=workers, seed=-1)
         for workers in settings.workers
@@ -102,43 +111,110 @@ def published_floors(settings: DictConfig) -> pd.DataFrame:
     return floors(pd.concat(curves)) if curves else pd.DataFrame(columns=["sorter", "workers", "seed", "bound"])
 
 
-def _halving(table: pd.DataFrame, sorter: str) -> Verdict:
+def _descending(settings: DictConfig) -> list[str]:
+    return [sorter for sorter in settings.sorters if SORTERS[sorter].needs_gradients]
+
+
+def _halving(table: DataFrame, levels: DataFrame, sorter: str) -> Verdict:
     """H' = H/2 + c has the floor 2c, and what a bound has above its floor is halved."""
-    rows = table[table["sorter"] == sorter].merge(
-        floors(table).rename(columns={"bound": "floor"}), on=["sorter", "workers", "seed"]
+    rows = select(table, sorter=sorter).merge(
+        levels.rename(columns={"bound": "floor"}), on=["sorter", "workers", "seed"]
     )
     after = rows.groupby(["workers", "seed"])["bound"].shift(-1)
     ratio = ((after - rows["floor"]) / (rows["bound"] - rows["floor"]))[rows["bound"] >= FAR_ABOVE * rows["floor"]]
-    claim = Claim(f"{label(sorter)}: a round at least halves what the bound is above its floor", most=0.5)
-    by_seed = ratio.groupby(rows["seed"]).mean().dropna()
-    return judge(claim, estimate(by_seed), f"mean factor of {ratio.count()} rounds that begin above {FAR_ABOVE} floors")
+    words = f"{sorter_label(sorter)}: a round at least halves what the bound is above its floor"
+    note = f"mean factor of {ratio.count()} rounds that begin above {FAR_ABOVE} floors"
+    return judge_mean(words, ratio.groupby(rows["seed"]).mean().dropna(), note, most=0.5)
 
 
-def _growth(levels: pd.DataFrame, sorter: str, words: str, least: float = -math.inf, most: float = math.inf) -> Verdict:
-    exponents = power_exponents(levels[levels["sorter"] == sorter], "workers", "bound")
-    return judge(Claim(words, least, most), estimate(exponents), "exponent of the floor in workers")
+def _growth(levels: DataFrame, sorter: str, words: str, **limits: float) -> Verdict:
+    exponents = power_exponents(select(levels, sorter=sorter), "workers", "bound")
+    return judge_mean(words, exponents, "exponent of the floor in workers", **limits)
 
 
-def _as_low_as_alone(levels: pd.DataFrame) -> Verdict:
-    alone = levels[levels["sorter"] == ALONE].set_index("seed")["bound"]
-    ours = levels[levels["sorter"] == "cd_grab"].groupby("seed")["bound"].mean()
-    claim = Claim("CD-GraB's floor is no higher than that of one worker with all vectors", most=1.1)
-    return judge(claim, estimate(ours / alone), "ratio, mean over worker counts")
+def _as_low_as_alone(levels: DataFrame) -> Verdict:
+    alone = select(levels, sorter=ALONE).set_index("seed")["bound"]
+    ours = select(levels, sorter=OURS).groupby("seed")["bound"].mean()
+    words = "CD-GraB's floor is no higher than that of one worker with all vectors"
+    return judge_mean(words, ours / alone, "ratio, mean over worker counts", most=1.1)
 
 
-def _published_floor(levels: pd.DataFrame, settings: DictConfig, sorter: str) -> Verdict:
-    theirs = published_floors(settings).query("sorter == @sorter").set_index("workers")["bound"]
-    level = "floor" if SORTERS[sorter].needs_gradients else "level"
-    claim = Claim(f"{label(sorter)}'s {level} is within 15 % of the published curve, at every worker count", 0.85, 1.15)
-    ours = levels[(levels["sorter"] == sorter) & levels["workers"].isin(theirs.index)].set_index("workers")
+def _published_floor(levels: DataFrame, settings: DictConfig, sorter: str) -> Verdict:
+    theirs = select(published_floors(settings), sorter=sorter).set_index("workers")["bound"]
+    what = f"{sorter_label(sorter)}'s {'floor' if SORTERS[sorter].needs_gradients else 'level'}"
+    claim = Claim(f"{what} is within 15 % of the published curve, at every worker count", 0.85, 1.15)
+    ours = select(levels, sorter=sorter).set_index("workers")["bound"]
+    ours = ours[ours.index.isin(theirs.index)]
     if ours.empty:
         return judge(claim, estimate([]), unless=f"nothing was published for {settings.vectors:,} vectors")
-    ratios = ours["bound"] / theirs.reindex(ours.index)
+    ratios = ours / theirs.reindex(ours.index)
     by_workers = {workers: estimate(some) for workers, some in ratios.groupby("workers")}
     return judge_every(claim, by_workers, "ours / published where it decides, {cell} workers")
 
 
-def _bounds(settings: DictConfig, sorter: str, workers: int, seed: int) -> dict[str, list]:
-    vectors = random_vectors(settings.vectors, settings.dim, seed).view(workers, -1, settings.dim)
-    bounds = bounds_by_round(vectors, sorter, seed, settings.rounds)
-    return {"round": list(range(len(bounds))), "bound": significant(bounds)}
+# -- figure and table -------------------------------------------------------------------------------------------------
+
+
+@styled
+def bounds_and_floors(study: Study) -> Figure:
+    """The bound round by round for every worker count, and the floors against the workers; the paper's dashed."""
+    workers = list(study.settings.workers)
+    columns = -(-(len(workers) + 1) // 2)
+    figure, axes = panels(2, columns, 3.3 * columns, 6.2)
+    axes = axes.flatten()
+    for panel, count in zip(axes, workers, strict=False):
+        _draw_rounds(panel, study, count)
+        panel.sharey(axes[0])
+    _draw_floors(axes[-1], study)
+    for panel in axes[len(workers) : -1]:
+        panel.set_axis_off()
+    title = f"Parallel herding bound of {study.settings.vectors:,} random vectors, {study.settings.dim} dimensions"
+    return plots.finish(figure, title, f"mean ± std over seeds; floor: mean of the last rounds · {study.caption()}")
+
+
+def floor_table(study: Study) -> str:
+    """Ours with its interval, and the paper's where it has the same vectors and workers."""
+    ours, theirs = floors(study.table), published_floors(study.settings).set_index(["sorter", "workers"])["bound"]
+    rows = []
+    for (workers, sorter), some in ours.groupby(["workers", "sorter"], sort=True):
+        paper = f"{theirs[sorter, workers]:.3g}" if (sorter, workers) in theirs.index else "–"
+        row = {"workers": str(workers), "sorter": sorter_label(sorter), "floor": str(estimate(some["bound"]))}
+        rows.append(row | {"the paper's": paper})
+    return markdown(rows)
+
+
+def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
+    for sorter in (*study.settings.sorters, ALONE):
+        rows = select(study.table, sorter=sorter, workers=1 if sorter == ALONE else workers)
+        by_round = rows.groupby("round")["bound"]
+        mean, style = by_round.mean(), sorter_style(sorter) | {"label": sorter_label(sorter)}
+        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **style)
+    for sorter, curve in published_bounds(workers, study.settings.vectors).items():
+        style = plots.PUBLISHED | {"color": sorter_colour(sorter), "label": f"{sorter_label(sorter)}, paper"}
+        panel.plot(curve["x"], curve["mean"], **style)
+    panel.set(title=f"{workers} workers", xlabel="reorder round", ylabel="herding bound")
+    plots.whole_numbers(panel.xaxis, 5)
+    plots.log_ticks(panel.yaxis)
+
+
+def _draw_floors(panel: Axes, study: Study) -> None:
+    """Log-log, each with the power law fitted to it."""
+    ours, theirs = floors(study.table), published_floors(study.settings)
+    for sorter in _descending(study.settings):
+        some, paper, colour = select(ours, sorter=sorter), select(theirs, sorter=sorter), sorter_colour(sorter)
+        mean = some.groupby("workers")["bound"].mean()
+        exponent = power_exponents(some, "workers", "bound").mean()
+        x = np.log(mean.index.to_numpy())
+        fit = np.exp(np.log(mean).mean() + exponent * (x - x.mean()))
+        panel.plot(mean.index, fit, color=colour, lw=1)
+        panel.scatter(some["workers"], some["bound"], color=colour, s=14, zorder=3)
+        hollow = {"facecolors": "none", "edgecolors": colour, "marker": "s", "s": 34, "zorder": 3}
+        panel.scatter(paper["workers"], paper["bound"], **hollow)
+        text = f"workers$^{{{exponent:.2f}}}$"
+        panel.annotate(text, (mean.index[-1], fit[-1]), (7, 0), textcoords="offset points", va="center", color=colour)
+    panel.axhline(select(ours, sorter=ALONE)["bound"].mean(), **sorter_style(ALONE))
+    panel.set(title="floor", xlabel="workers (□ the paper's)", ylabel="herding bound", xscale="log")
+    counts = list(study.settings.workers)
+    plots.ticks_at(panel.xaxis, counts)
+    plots.log_ticks(panel.yaxis)
+    panel.set_xlim(counts[0] / 1.2, counts[-1] * (counts[-1] / counts[0]) ** 0.4)  # room for the exponents

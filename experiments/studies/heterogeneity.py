@@ -1,10 +1,11 @@
 """Workers whose labels differ: losses, test metrics and herding bounds against the skew.
 
-What to expect: all workers visit as many units, so that the differences between their means cancel in every step, and
-only how units differ within a worker is left to order. Skewed labels leave less of that.
+What to expect: all workers visit as many units, so the differences between their means cancel in every step, and only
+how units differ within a worker is left to order. Skewed labels leave less of that.
 
-Alpha is what is asked for. All workers get as many units and every unit is dealt out, so that the skew that comes out
-is smaller; it is measured on the partitions themselves.
+Alpha, of the Dirichlet distribution that a worker's mix of classes is drawn from (Hsu, Qi and Brown 2019), is what is
+asked for. All workers get as many units and every unit is dealt out, so the skew that comes out is smaller; it is
+measured on the partitions themselves.
 """
 
 from __future__ import annotations
@@ -12,20 +13,32 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import pandas as pd
 from omegaconf import DictConfig
 
-from experiments.report.tables import markdown
-from experiments.studies.base import Part, significant
-from experiments.studies.paired import BASELINE, LOSS, OURS, UNCOORDINATED, by_seed, difference, ends_lower, keeps
-from experiments.studies.style import label
-from experiments.studies.training import TASK_NAMES, TEST_METRICS, outcome, overrides, partition, train
-from experiments.studies.verdicts import Claim, Verdict, estimate, judge
+from experiments.report import plots
+from experiments.report.kinds import DataFrame, Figure, Series
+from experiments.report.names import (
+    BASELINE,
+    BOUND,
+    LOSS,
+    OURS,
+    UNCOORDINATED,
+    sorter_label,
+    sorter_style,
+    task_name,
+)
+from experiments.report.plots import panels, styled
+from experiments.report.statistics import estimate
+from experiments.report.text import markdown, mean_std
+from experiments.studies.base import Part, Study, significant
+from experiments.studies.paired import by_seed, difference, ends_lower, keeps, select
+from experiments.studies.training import outcome, overrides, partition, test_metric, train
+from experiments.studies.verdicts import Verdict, judge_mean
 from experiments.tasks.partition import class_shares
 
-BOUND = "herding_per_step"
 PARTITION = ""  # in place of a sorter: nothing is trained
 DISTANCE, LARGEST = "distance", "largest_share"  # of workers' mixes of classes from that of all; of a class in them
+COLUMNS = ("train loss", "train loss against D-RR (%)", "test accuracy (%)", "parallel herding bound")
 
 
 def parts(settings: DictConfig) -> list[Part]:
@@ -40,11 +53,32 @@ def parts(settings: DictConfig) -> list[Part]:
     return [Part(case, partial(_run if case["sorter"] else _skew, settings, case)) for case in cases]
 
 
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
+def _run(settings: DictConfig, case: dict) -> dict[str, list]:
+    return outcome(train(_overrides(settings, case, case["sorter"]), case["seed"]))
+
+
+def _skew(settings: DictConfig, case: dict) -> dict[str, list]:
+    """The distance is that of total variation, a mean over workers; so is the share of a worker's largest class."""
+    owned, labels = partition(_overrides(settings, case, BASELINE), case["seed"])
+    shares, overall = class_shares(owned, labels)
+    distance = np.abs(shares - overall).sum(1) / 2
+    return {DISTANCE: significant([distance.mean()]), LARGEST: significant([shares.max(1).mean()])}
+
+
+def _overrides(settings: DictConfig, case: dict, sorter: str) -> list[str]:
+    last = settings.tasks[case["task"]].epochs
+    changes = {"partition": "dirichlet", "alpha": case["alpha"], "herding_every": last}
+    return overrides(settings, case["task"], sorter, **changes)
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
     lines = []
     for task in settings.tasks:
-        even, skewed = (of_task(table, task, alpha) for alpha in ends(settings))
-        name, words = TASK_NAMES[task], [f"{TASK_NAMES[task]}, alpha {alpha:g}" for alpha in ends(settings)]
+        even, skewed = (select(table, task=task, alpha=alpha) for alpha in ends(settings))
+        name, words = task_name(task), [f"{task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
         lines += [ends_lower(even, words[0], OURS), ends_lower(skewed, words[1], OURS)]
         if UNCOORDINATED in settings.sorters:
             lines.append(ends_lower(skewed, words[1], OURS, UNCOORDINATED))
@@ -64,88 +98,89 @@ def ends(settings: DictConfig) -> tuple[float, float]:
     return max(settings.alphas), min(settings.alphas)
 
 
-def of_task(table: pd.DataFrame, task: str, alpha: float) -> pd.DataFrame:
-    return table[(table["task"] == task) & (table["alpha"] == alpha)]
-
-
-def lead_slopes(table: pd.DataFrame, settings: DictConfig, task: str, other: str) -> pd.Series:
+def lead_slopes(table: DataFrame, settings: DictConfig, task: str, other: str) -> Series:
     """Of CD-GraB's lead in % of D-RR's loss, in points per tenfold alpha: one straight line per seed."""
-    leads = [-difference(of_task(table, task, alpha), OURS, other) for alpha in settings.alphas]
+    import pandas as pd
+
+    leads = [-difference(select(table, task=task, alpha=alpha), OURS, other) for alpha in settings.alphas]
     slopes = np.polyfit(np.log10(list(settings.alphas)), np.stack(leads), 1)[0]
     return pd.Series(slopes, leads[0].index)
 
 
-def skew(table: pd.DataFrame, task: str, alpha: float, measure: str) -> pd.Series:
-    """DISTANCE or LARGEST of the workers' classes, as they came out, per seed."""
-    return by_seed(of_task(table, task, alpha), PARTITION, measure)
-
-
-def alpha_table(table: pd.DataFrame, settings: DictConfig) -> str:
-    """The skew that came out; losses, test metrics and bounds of every sorter, and the difference from D-RR."""
-    rows = []
-    for task in settings.tasks:
-        for alpha in settings.alphas:
-            some = of_task(table, task, alpha)
-            distance, largest = (skew(table, task, alpha, measure).mean() for measure in (DISTANCE, LARGEST))
-            for sorter in settings.sorters:
-                loss, test, bound = (by_seed(some, sorter, metric) for metric in (LOSS, TEST_METRICS[task], BOUND))
-                rows.append(
-                    {
-                        "task": TASK_NAMES[task],
-                        "alpha": f"{alpha:g}",
-                        "distance of mixes": f"{distance:.2f}",
-                        "largest class": f"{largest:.2f}",
-                        "sorter": label(sorter),
-                        "train loss": f"{loss.mean():.5f} ± {loss.std():.5f}",
-                        "against D-RR (%)": "" if sorter == BASELINE else str(estimate(difference(some, sorter))),
-                        "test metric": f"{test.mean():.2f} ± {test.std():.2f}",
-                        "herding bound": str(estimate(bound)),
-                    }
-                )
-    return markdown(rows)
-
-
-def _keeps(name: str, even: pd.DataFrame, skewed: pd.DataFrame, settings: DictConfig) -> Verdict:
+def _keeps(name: str, even: DataFrame, skewed: DataFrame, settings: DictConfig) -> Verdict:
     most, least = ends(settings)
     before, after = (-difference(rows, OURS) for rows in (even, skewed))
     words = f"{name}: at alpha {least:g} CD-GraB keeps four fifths of its advantage at alpha {most:g}"
     return keeps(words, after, before, f"there is no sure advantage at alpha {most:g}")
 
 
-def _shrinks(table: pd.DataFrame, settings: DictConfig, task: str, other: str) -> Verdict:
+def _shrinks(table: DataFrame, settings: DictConfig, task: str, other: str) -> Verdict:
     """Over all alphas, not only the ends."""
-    words = f"{TASK_NAMES[task]}: CD-GraB's lead over {label(other)} shrinks as the skew grows"
-    even, skewed = (-difference(of_task(table, task, alpha), OURS, other).mean() for alpha in ends(settings))
-    note = f"slope in points per tenfold alpha; {even:.3g} % of D-RR's train loss at alpha {ends(settings)[0]:g}"
-    note += f", {skewed:.3g} % at {ends(settings)[1]:g}"
-    return judge(Claim(words, least=0.0), estimate(lead_slopes(table, settings, task, other)), note)
+    words = f"{task_name(task)}: CD-GraB's lead over {sorter_label(other)} shrinks as the skew grows"
+    leads = {a: -difference(select(table, task=task, alpha=a), OURS, other).mean() for a in ends(settings)}
+    (most, even), (least, skewed) = leads.items()
+    note = f"slope in points per tenfold alpha; {even:.3g} % of D-RR's train loss at alpha {most:g}"
+    note += f", {skewed:.3g} % at {least:g}"
+    return judge_mean(words, lead_slopes(table, settings, task, other), note, least=0.0)
 
 
-def _bound(name: str, even: pd.DataFrame, skewed: pd.DataFrame, sorter: str, most: float, words: str) -> Verdict:
+def _bound(name: str, even: DataFrame, skewed: DataFrame, sorter: str, most: float, words: str) -> Verdict:
     ratio = by_seed(skewed, sorter, BOUND) / by_seed(even, sorter, BOUND)
-    return judge(Claim(f"{name}: {words}", most=most), estimate(ratio), "ratio, most skewed against most even")
+    return judge_mean(f"{name}: {words}", ratio, "ratio, most skewed against most even", most=most)
 
 
-def _test(words: str, task: str, skewed: pd.DataFrame) -> Verdict:
+def _test(words: str, task: str, skewed: DataFrame) -> Verdict:
     """Accuracies, in points."""
-    gain = by_seed(skewed, OURS, TEST_METRICS[task]) - by_seed(skewed, BASELINE, TEST_METRICS[task])
-    claim = Claim(f"{words}: CD-GraB's test accuracy is at most half a point below D-RR's", least=-0.5)
-    return judge(claim, estimate(gain), "difference in points")
+    ours, baseline = (by_seed(skewed, sorter, test_metric(task)) for sorter in (OURS, BASELINE))
+    words = f"{words}: CD-GraB's test accuracy is at most half a point below D-RR's"
+    return judge_mean(words, ours - baseline, "difference in points", least=-0.5)
 
 
-def _run(settings: DictConfig, case: dict) -> dict[str, list]:
-    return outcome(train(_overrides(settings, case, case["sorter"]), case["seed"]))
+# -- figure and table -------------------------------------------------------------------------------------------------
 
 
-def _skew(settings: DictConfig, case: dict) -> dict[str, list]:
-    """The distance is that of total variation, a mean over workers; so is the share of a worker's largest class."""
-    owned, labels = partition(_overrides(settings, case, BASELINE), case["seed"])
-    shares, overall = class_shares(owned, labels)
-    distance = np.abs(shares - overall).sum(1) / 2
-    return {DISTANCE: significant([distance.mean()]), LARGEST: significant([shares.max(1).mean()])}
+@styled
+def against_alpha(study: Study) -> Figure:
+    """Loss, advantage, test metric and herding bound against alpha, one row per task; skew grows to the right."""
+    tasks, alphas = list(study.settings.tasks), list(study.settings.alphas)
+    figure, axes = panels(len(tasks), len(COLUMNS), 12.4, 2.7 * len(tasks) + 1.0, sharex=True)
+    for row, task in zip(axes, tasks, strict=True):
+        by_alpha = {alpha: select(study.table, task=task, alpha=alpha) for alpha in alphas}
+        for sorter in study.settings.sorters:
+            style = sorter_style(sorter) | {"label": sorter_label(sorter)}
+            for panel, metric in zip((row[0], row[2], row[3]), (LOSS, test_metric(task), BOUND), strict=True):
+                values = {alpha: by_seed(rows, sorter, metric) for alpha, rows in by_alpha.items()}
+                plots.estimates(panel, values, **style)
+            if sorter != BASELINE:
+                plots.estimates(row[1], {alpha: difference(rows, sorter) for alpha, rows in by_alpha.items()}, **style)
+        row[1].axhline(0, **plots.GREY)
+        plots.log_ticks(row[3].yaxis)
+        row[0].set_ylabel(task_name(task))
+    for panel, title in zip(axes[0], COLUMNS, strict=True):
+        panel.set_title(title)
+    for panel in axes[-1]:
+        panel.set(xscale="log", xlabel="alpha (more skew →)")
+        plots.ticks_at(panel.xaxis, alphas)
+        panel.tick_params(axis="x", labelrotation=60)
+        panel.set_xlim(max(alphas) * 1.6, min(alphas) / 1.6)
+    note = "mean over seeds with 95 % interval; differences paired over seeds"
+    return plots.finish(figure, "Workers whose labels differ", f"{note} · {study.caption()}")
 
 
-def _overrides(settings: DictConfig, case: dict, sorter: str) -> list[str]:
-    last = settings.tasks[case["task"]].epochs
-    changes = {"partition": "dirichlet", "alpha": case["alpha"], "herding_every": last}
-    return overrides(settings, case["task"], sorter, **changes)
+def alpha_table(table: DataFrame, settings: DictConfig) -> str:
+    """The skew that came out; losses, test metrics and bounds of every sorter, and the difference from D-RR."""
+    rows = []
+    for task in settings.tasks:
+        for alpha in settings.alphas:
+            some = select(table, task=task, alpha=alpha)
+            distance, largest = (by_seed(some, PARTITION, measure).mean() for measure in (DISTANCE, LARGEST))
+            skew = {"distance of mixes": f"{distance:.2f}", "largest class": f"{largest:.2f}"}
+            for sorter in settings.sorters:
+                against = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
+                rows.append(
+                    {"task": task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": sorter_label(sorter)}
+                    | {"train loss": mean_std(by_seed(some, sorter), 5, ddof=1), "against D-RR (%)": against}
+                    | {"test metric": mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)}
+                    | {"herding bound": str(estimate(by_seed(some, sorter, BOUND)))}
+                )
+    return markdown(rows)

@@ -1,4 +1,5 @@
-"""Learning rates × sorters, for SGD and AdamW (Figure 12 in small), and the largest stable rate of every sorter."""
+"""Learning rates × sorters, for SGD and AdamW, and the largest stable rate of every sorter: Figure 12 of the CD-GraB
+paper in small."""
 
 from __future__ import annotations
 
@@ -6,19 +7,23 @@ from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
-import pandas as pd
 from omegaconf import DictConfig
 
-from experiments.report.tables import markdown
-from experiments.studies.base import Part
-from experiments.studies.paired import BASELINE, LOSS, OURS, difference
-from experiments.studies.style import label
-from experiments.studies.training import TASK_NAMES, outcome, overrides, train
-from experiments.studies.verdicts import Claim, Verdict, estimate, judge, judge_every
+from experiments.report import plots
+from experiments.report.kinds import Axes, DataFrame, Figure, Series
+from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
+from experiments.report.plots import panels, styled
+from experiments.report.statistics import estimate
+from experiments.report.text import markdown
+from experiments.studies.base import Part, Study
+from experiments.studies.paired import IN_PER_CENT, difference, select
+from experiments.studies.training import outcome, overrides, train
+from experiments.studies.verdicts import Claim, Verdict, judge, judge_every, judge_mean
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 TOLERANCE = 0.5  # per cent of D-RR's loss
 LEARNED = 0.95  # of the first loss that a run has to end below: class frequencies alone save less
+APART = 1.13  # a factor between marks that would lie on each other
 
 
 def parts(settings: DictConfig) -> list[Part]:
@@ -34,12 +39,17 @@ def parts(settings: DictConfig) -> list[Part]:
     return [Part(case, partial(_run, settings, case)) for case in cases]
 
 
-class Measured:
+def _run(settings: DictConfig, case: dict) -> dict[str, list]:
+    changes = {"optimiser": case["optimiser"], "lr": case["rate"]}
+    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))
+
+
+class RateSweep:
     """The runs of one task with one optimiser."""
 
-    def __init__(self, table: pd.DataFrame, settings: DictConfig, task: str, optimiser: str) -> None:
-        self.name = f"{TASK_NAMES[task]}, {OPTIMISER_NAMES[optimiser]}"
-        self.rows = table[(table["task"] == task) & (table["optimiser"] == optimiser)].copy()
+    def __init__(self, table: DataFrame, settings: DictConfig, task: str, optimiser: str) -> None:
+        self.name = f"{task_name(task)}, {OPTIMISER_NAMES.get(optimiser, optimiser)}"
+        self.rows = select(table, task=task, optimiser=optimiser).copy()
         complete = self.rows["epochs_done"] == settings.tasks[task].epochs
         self.rows["sound"] = complete & (self.rows[LOSS] < LEARNED * self.rows["start_loss"])
         self.rates, self.sorters = sorted(self.rows["rate"].unique()), list(settings.sorters)
@@ -50,9 +60,9 @@ class Measured:
         sound = rows.groupby("rate")["sound"].all().sort_index().cummin()
         return list(sound[sound].index)
 
-    def largest_stable(self, sorter: str) -> pd.Series:
+    def largest_stable(self, sorter: str) -> Series:
         """By seed; NaN where even the smallest is not."""
-        rows = self.rows[self.rows["sorter"] == sorter].sort_values("rate")
+        rows = select(self.rows, sorter=sorter).sort_values("rate")
         sound = rows.groupby("seed")["sound"].cummin()
         return rows["rate"].where(sound).groupby(rows["seed"]).max()
 
@@ -62,77 +72,119 @@ class Measured:
         larger = [rate for rate in self.rates if stable and rate > stable[-1]]
         return float(np.log2(larger[0] / stable[-1])) if larger else np.nan
 
-    def best_losses(self) -> pd.DataFrame:
+    def best_losses(self) -> DataFrame:
         """Of every sorter and seed at its own best rate."""
-        return self.rows[self.rows["sound"]].groupby(["sorter", "seed"], as_index=False)[LOSS].min()
+        return select(self.rows, sound=True).groupby(["sorter", "seed"], as_index=False)[LOSS].min()
 
-    def differences(self, rate: float, sorter: str = OURS) -> pd.Series:
-        return difference(self.rows[self.rows["rate"] == rate], sorter)
+    def differences(self, rate: float, sorter: str = OURS) -> Series:
+        return difference(select(self.rows, rate=rate), sorter)
 
 
-def every_measured(table: pd.DataFrame, settings: DictConfig) -> Iterator[Measured]:
+def rate_sweeps(table: DataFrame, settings: DictConfig) -> Iterator[RateSweep]:
     for task in settings.tasks:
         for optimiser in settings.rates[task]:
-            yield Measured(table, settings, task, optimiser)
+            yield RateSweep(table, settings, task, optimiser)
 
 
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
-    for measured in every_measured(table, settings):
-        lines += [_larger_rates(measured), _best_rates(measured), _every_rate(measured), _grows(measured)]
-    return lines
+# -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def rate_table(table: pd.DataFrame, settings: DictConfig) -> str:
-    """Final train losses by rate; in brackets where a seed was not sound; and the largest stable rates."""
-    rows = []
-    for measured in every_measured(table, settings):
-        for rate in measured.rates:
-            row = {"": measured.name, "rate": f"{rate:g}"}
-            for sorter in measured.sorters:
-                some = measured.rows[(measured.rows["rate"] == rate) & (measured.rows["sorter"] == sorter)]
-                loss = f"{some[LOSS].mean():.4g} ± {some[LOSS].std():.2g}"
-                row[label(sorter)] = loss if some["sound"].all() else f"({loss})"
-            rows.append(row)
-        stable = {label(sorter): f"{measured.largest_stable(sorter).min():g}" for sorter in measured.sorters}
-        rows.append({"": measured.name, "rate": "largest stable"} | stable)
-    return markdown(rows)
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+    questions = (_larger_rates, _best_rates, _every_rate, _grows)
+    return [ask(sweep) for sweep in rate_sweeps(table, settings) for ask in questions]
 
 
-def _larger_rates(measured: Measured) -> Verdict:
-    claim = Claim(f"{measured.name}: CD-GraB's largest stable rate is no smaller than D-RR's", least=0.0)
-    ratio = np.log2(measured.largest_stable(OURS) / measured.largest_stable(BASELINE))
-    at_the_edge = all(len(measured.stable_rates(sorter)) == len(measured.rates) for sorter in (OURS, BASELINE))
-    note = f"in doublings; the next rate that was tried is {measured.step():.2g} above D-RR's"
-    return judge(claim, estimate(ratio), note, "all rates tried are stable" if at_the_edge else "")
+def _larger_rates(sweep: RateSweep) -> Verdict:
+    words = f"{sweep.name}: CD-GraB's largest stable rate is no smaller than D-RR's"
+    ratio = np.log2(sweep.largest_stable(OURS) / sweep.largest_stable(BASELINE))
+    at_the_edge = all(len(sweep.stable_rates(sorter)) == len(sweep.rates) for sorter in (OURS, BASELINE))
+    note = f"in doublings; the next rate that was tried is {sweep.step():.2g} above D-RR's"
+    return judge_mean(words, ratio, note, "all rates tried are stable" if at_the_edge else "", least=0.0)
 
 
-def _best_rates(measured: Measured) -> Verdict:
-    claim = Claim(f"{measured.name}: each at its best rate, CD-GraB ends lower than D-RR", most=0.0)
-    return judge(claim, estimate(difference(measured.best_losses(), OURS)), "difference in % of D-RR's train loss")
+def _best_rates(sweep: RateSweep) -> Verdict:
+    words = f"{sweep.name}: each at its best rate, CD-GraB ends lower than D-RR"
+    return judge_mean(words, difference(sweep.best_losses(), OURS), IN_PER_CENT, most=0.0)
 
 
-def _every_rate(measured: Measured) -> Verdict:
-    claim = Claim(f"{measured.name}: at no stable rate does CD-GraB end more than 0.5 % higher", most=TOLERANCE)
-    stable = measured.stable_rates(OURS, BASELINE)
-    if not stable:
+def _every_rate(sweep: RateSweep) -> Verdict:
+    claim = Claim(f"{sweep.name}: at no stable rate does CD-GraB end more than 0.5 % higher", most=TOLERANCE)
+    by_rate = {rate: estimate(sweep.differences(rate)) for rate in sweep.stable_rates(OURS, BASELINE)}
+    if not by_rate:
         return judge(claim, estimate([]), unless="no rate is stable for both")
-    by_rate = {rate: estimate(measured.differences(rate)) for rate in stable}
     return judge_every(claim, by_rate, "in % of D-RR's train loss where it decides, rate {cell:g}")
 
 
-def _grows(measured: Measured) -> Verdict:
-    claim = Claim(
-        f"{measured.name}: CD-GraB's advantage is larger at the largest stable rate than at the smallest", 0.0
-    )
-    stable = measured.stable_rates(OURS, BASELINE)
+def _grows(sweep: RateSweep) -> Verdict:
+    words = f"{sweep.name}: CD-GraB's advantage is larger at the largest stable rate than at the smallest"
+    stable = sweep.stable_rates(OURS, BASELINE)
     if len(stable) < 2:
-        return judge(claim, estimate([]), unless="fewer than two rates are stable for both")
-    growth = measured.differences(stable[0]) - measured.differences(stable[-1])
-    note = f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}"
-    return judge(claim, estimate(growth), note)
+        return judge_mean(words, [], unless="fewer than two rates are stable for both", least=0.0)
+    growth = sweep.differences(stable[0]) - sweep.differences(stable[-1])
+    return judge_mean(words, growth, f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}", least=0.0)
 
 
-def _run(settings: DictConfig, case: dict) -> dict[str, list]:
-    changes = {"optimiser": case["optimiser"], "lr": case["rate"]}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))
+# -- figure and table -------------------------------------------------------------------------------------------------
+
+
+@styled
+def losses_by_rate(study: Study) -> Figure:
+    """Final train loss against the rate (above), and how far below D-RR (below); one column per task and optimiser."""
+    sweeps = list(rate_sweeps(study.table, study.settings))
+    figure, axes = panels(2, len(sweeps), 2.9 * len(sweeps) + 0.6, 5.6, sharex="col")
+    for (above, below), sweep in zip(axes.T, sweeps, strict=True):
+        for place, sorter in enumerate(sweep.sorters):
+            _draw_losses(above, sweep, sorter, APART ** (place - (len(sweep.sorters) - 1) / 2))
+            if sorter != BASELINE:
+                stable = sweep.stable_rates(sorter, BASELINE)
+                differences = {rate: sweep.differences(rate, sorter) for rate in stable}
+                plots.estimates(below, differences, alpha=0.18, **sorter_style(sorter))
+        _say_what_is_cut(above, sweep)
+        start, lowest = sweep.rows["start_loss"].mean(), select(sweep.rows, sound=True)[LOSS].min()
+        above.axhline(start, **plots.GREY, ls=":")
+        above.set(title=sweep.name, xscale="log", ylim=(lowest - 0.06 * (start - lowest), start * 1.06))
+        below.axhline(0, **plots.GREY)
+        below.set(xlabel="learning rate")
+        plots.ticks_at(below.xaxis, sweep.rates)
+        below.tick_params(axis="x", labelrotation=60)
+    axes[0, 0].set_ylabel("train loss")
+    axes[1, 0].set_ylabel("against D-RR (%)")
+    note = "mean over seeds with 95 % interval (below); ×: not stable; dotted: loss before training"
+    return plots.finish(figure, "Final train loss against the learning rate", f"{note} · {study.caption()}")
+
+
+def rate_table(table: DataFrame, settings: DictConfig) -> str:
+    """Final train losses by rate; in brackets where a seed was not sound; and the largest stable rates."""
+    rows = []
+    for sweep in rate_sweeps(table, settings):
+        for rate in sweep.rates:
+            row = {"": sweep.name, "rate": f"{rate:g}"}
+            for sorter in sweep.sorters:
+                some = select(sweep.rows, rate=rate, sorter=sorter)
+                loss = f"{some[LOSS].mean():.4g} ± {some[LOSS].std():.2g}"
+                row[sorter_label(sorter)] = loss if some["sound"].all() else f"({loss})"
+            rows.append(row)
+        stable = {sorter_label(sorter): f"{sweep.largest_stable(sorter).min():g}" for sorter in sweep.sorters}
+        rows.append({"": sweep.name, "rate": "largest stable"} | stable)
+    return markdown(rows)
+
+
+def _draw_losses(panel: Axes, sweep: RateSweep, sorter: str, aside: float) -> None:
+    """aside: by which factor rates are shifted where all are at the same height, not being stable."""
+    mean = select(sweep.rows, sorter=sorter).groupby("rate")[LOSS].mean().clip(upper=_highest(sweep))
+    stable, style = sweep.stable_rates(sorter), sorter_style(sorter)
+    panel.plot(mean[stable], label=sorter_label(sorter), **plots.DOTS | style)
+    unstable = mean.drop(stable)
+    panel.plot(unstable.index * aside, unstable, "x", ms=5, color=style["color"])
+
+
+def _highest(sweep: RateSweep) -> float:
+    """What is higher, having diverged, is drawn here: it would leave no room for the rest."""
+    return sweep.rows["start_loss"].mean() * 1.03
+
+
+def _say_what_is_cut(panel: Axes, sweep: RateSweep) -> None:
+    means = sweep.rows.groupby(["sorter", "rate"])[LOSS].mean()
+    if (means > _highest(sweep)).any():
+        words = f"{(means > _highest(sweep)).sum()} means cut off,\nup to {means.max():.3g}"
+        panel.text(0.03, 0.86, words, transform=panel.transAxes, va="top", **plots.SMALL)

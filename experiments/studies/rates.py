@@ -2,7 +2,9 @@
 
 Convex problems are measured by their gap, loss − smallest loss; the non-convex one by its squared gradient norm, as the
 theory does. Both are means over the last quarter of the epochs. The quarter before tells whether a run has arrived at
-its noise floor: only there is the order of examples what is being measured.
+its noise floor: only there do gaps measure the order of examples.
+
+The rates are those of Theorems 1 and 2 of the CD-GraB paper: smooth non-convex losses, and the P.L. condition.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ import math
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import torch
 from omegaconf import DictConfig
 
-from experiments.report.tables import markdown
+from experiments.report.kinds import DataFrame, Series
+from experiments.report.names import BASELINE, ONE_WORKER, OURS, UNCOORDINATED
+from experiments.report.names import sorter_label as label
+from experiments.report.statistics import estimate, power_exponents
+from experiments.report.text import markdown, minus
 from experiments.studies.base import Part, significant
+from experiments.studies.paired import select
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
 from experiments.studies.replicas import ReplicatedSorter
-from experiments.studies.style import ONE_WORKER, label
-from experiments.studies.verdicts import HOLDS, Claim, Verdict, estimate, judge, power_exponents
+from experiments.studies.verdicts import HOLDS, Verdict, judge_mean
 
-NON_CONVEX = "tanh_neuron"
-BASELINE, OURS, UNCOORDINATED, MEAN, KEPT = "d_rr", "cd_grab", "id_grab_pair", "id_grab_bal", "shuffle_once"
+NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
 GAPS = ("gap", "squared gradient norm")  # of convex problems, of the other
 SWEEPS = ("workers", "units", "epochs")
@@ -75,166 +79,6 @@ def final_gaps(
     return third.mean(0), last.mean(0)
 
 
-# -- what it says -----------------------------------------------------------------------------------------------------
-
-
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
-    for problem in settings.problems:
-        lines += (_non_convex if problem == NON_CONVEX else _convex)(Measured(table, settings, problem))
-    return lines
-
-
-class Measured:
-    """The results of one problem, and the slopes fitted to them."""
-
-    def __init__(self, table: pd.DataFrame, settings: DictConfig, problem: str) -> None:
-        self.table, self.settings, self.name = table[table["problem"] == problem], settings, NAMES[problem]
-        self.gap = GAPS[problem == NON_CONVEX]
-
-    def fitted(self, x: str, sorter: str) -> pd.DataFrame:
-        """The rows that a slope is fitted to: small counts are left out, they are no asymptotics."""
-        rows = self._rows(x, sorter)
-        return rows[rows[x] >= self._from(x)]
-
-    def curve(self, x: str, sorter: str) -> pd.DataFrame:
-        """Geometric mean over seeds and a standard deviation to both sides; `fitted`: the slope is fitted to it."""
-        logarithms = np.log(self._rows(x, sorter).set_index(x)["gap"]).groupby(level=0)
-        mean, spread = logarithms.mean(), logarithms.std(ddof=0)
-        ends = {"mean": np.exp(mean), "low": np.exp(mean - spread), "high": np.exp(mean + spread)}
-        return pd.DataFrame(ends).assign(fitted=mean.index >= self._from(x))
-
-    def sweep(self, name: str) -> pd.DataFrame:
-        """The rows of one sweep, of all sorters."""
-        return self.table[self.table["sweep"] == name]
-
-    def exponents(self, x: str, sorter: str) -> pd.Series:
-        """One per seed."""
-        return power_exponents(self.fitted(x, sorter), x, "gap")
-
-    def unsettled(self, x: str, *sorters: str) -> str:
-        """Why a slope says nothing about orders: points that have not come to their noise floor."""
-        rows = pd.concat([self.fitted(x, sorter) for sorter in sorters])
-        drift = np.log(rows["gap_before"] / rows["gap"]).groupby([rows["sorter"], rows[x]]).mean().abs()
-        moving = drift[drift > math.log(SETTLED)]
-        return f"not at the noise floor at {moving.index[0][1]:g} {x}" if len(moving) else ""
-
-    def slope(self, x: str, sorter: str, words: str = "", unless: str = "", note: str = "", **limits: float) -> Verdict:
-        words = words or f"exponent of {label(sorter)}'s {self.gap} in {x}"
-        claim, value = Claim(f"{self.name}: {words}", **limits), estimate(self.exponents(x, sorter))
-        return judge(claim, value, note, unless or self.unsettled(x, sorter))
-
-    def steeper(self, x: str, sorter: str, other: str, unless: str = "") -> Verdict:
-        claim = Claim(f"{self.name}: {label(sorter)} falls faster in {x} than {label(other)}", most=0.0)
-        difference = self.exponents(x, sorter) - self.exponents(x, other)
-        note = "difference of the exponents, paired over seeds"
-        return judge(claim, estimate(difference), note, unless or self.unsettled(x, sorter, other))
-
-    def _rows(self, x: str, sorter: str) -> pd.DataFrame:
-        rows = self.sweep(x)
-        return rows[rows["sorter"] == sorter]
-
-    def _from(self, x: str) -> float:
-        return self.settings.fixed.get(x, 0)
-
-
-def exponent_table(table: pd.DataFrame, settings: DictConfig) -> str:
-    """All exponents with their intervals, in Markdown; those that say nothing about orders in brackets."""
-    rows = []
-    for problem in settings.problems:
-        measured = Measured(table, settings, problem)
-        for sorter in settings.sorters:
-            row = {"problem": measured.name, "sorter": label(sorter)}
-            for x in SWEEPS:
-                value = str(estimate(measured.exponents(x, sorter)))
-                row[f"in {x}"] = f"({value})" if measured.unsettled(x, sorter) else value
-                if x in REFERENCE:
-                    known = REFERENCE[x].get(sorter, "") if problem == "least_squares" else ""
-                    row[f"reference in {x}"] = f"{known}".replace("-", "−")
-            rows.append(row)
-    return markdown(rows)
-
-
-def _convex(measured: Measured) -> list[Verdict]:
-    """What the P.L. rates say; only coordination should improve the slope in workers."""
-
-    def no_faster(sorter: str, note: str = "") -> Verdict:
-        words = f"{label(sorter)}'s gap falls like epochs^−2 and no faster"
-        return measured.slope("epochs", sorter, words, note=note, **TIGHT)
-
-    slope, upper, averaged = measured.slope, "an upper bound", "errors of ever new orders average out over epochs"
-    return [
-        slope("workers", OURS, **BALANCED),
-        slope("workers", BASELINE, **RANDOM),
-        slope("workers", UNCOORDINATED, **RANDOM),
-        slope("workers", MEAN, least=RANDOM["least"]),
-        *([_as_the_reference(measured)] if measured.name == NAMES["least_squares"] else []),
-        measured.steeper("workers", OURS, UNCOORDINATED),
-        slope("units", OURS, **BALANCED),
-        slope("units", BASELINE, **RANDOM),
-        slope("units", UNCOORDINATED, **BALANCED),
-        slope("units", MEAN, **BALANCED),
-        slope("epochs", OURS, note=upper, **BALANCED),
-        slope("epochs", BASELINE, note=upper, **BALANCED),
-        no_faster(BASELINE, averaged),
-        no_faster(KEPT, "the same error in every epoch"),
-    ]
-
-
-def _non_convex(measured: Measured) -> list[Verdict]:
-    """First that noise is what limits it, then the rates: upper bounds, that may be beaten.
-
-    D-RR's rate needs D-RR's proof; CD-GraB's, and what compares it with others, those of both.
-    """
-    checks = {sorter: [_follows_noise(measured, sorter), _has_arrived(measured, sorter)] for sorter in (BASELINE, OURS)}
-    open_for = [sorter for sorter, lines in checks.items() if any(line.answer != HOLDS for line in lines)]
-    unless = f"{label(open_for[0])} is not shown to be noise-limited" if open_for else ""
-    upper = {"unless": unless, "note": "an upper bound"}
-    baseline = upper | {"unless": unless if BASELINE in open_for else ""}
-    tight = measured.slope(
-        "workers",
-        OURS,
-        f"{label(OURS)}'s {measured.gap} falls like workers^−2/3 and no faster",
-        unless or "close to a minimum this loss is convex, where the P.L. rates apply: no test of the worst case",
-        least=-NON_CONVEX_RATE - 0.2,
-        most=-NON_CONVEX_RATE + 0.2,
-    )
-    return [
-        *checks[BASELINE],
-        *checks[OURS],
-        *(measured.slope(x, OURS, most=-NON_CONVEX_RATE, **upper) for x in SWEEPS),
-        tight,
-        measured.slope("workers", BASELINE, most=-NON_CONVEX_RATE / 2, **baseline),
-        measured.steeper("workers", OURS, UNCOORDINATED, unless),
-    ]
-
-
-def _as_the_reference(measured: Measured) -> Verdict:
-    """The one exponent in workers whose interval is not around it."""
-    expected = REFERENCE["workers"][MEAN]
-    words = f"exponent of {label(MEAN)}'s {measured.gap} in workers is that of an independent reference computation"
-    limits = {"least": expected - AGREES, "most": expected + AGREES}
-    return measured.slope("workers", MEAN, words, note=f"{expected:g} there".replace("-", "−"), **limits)
-
-
-def _follows_noise(measured: Measured, sorter: str) -> Verdict:
-    words = f"exponent of {label(sorter)}'s {measured.gap} in the label noise"
-    note = "noise-limited: gradients at the minimum are proportional to the noise"
-    return measured.slope("noise", sorter, words, note=note, least=1.8, most=2.2)
-
-
-def _has_arrived(measured: Measured, sorter: str) -> Verdict:
-    rows = measured.sweep("longer")
-    rows = rows[rows["sorter"] == sorter].set_index(["seed", "workers", "epochs"])
-    gaps = np.log(rows["gap"]).unstack("epochs")
-    factors = np.exp((gaps.iloc[:, -1] - gaps.iloc[:, 0]).groupby("seed").mean())
-    words = f"{measured.name}: {label(sorter)}'s {measured.gap} after {LONGER} times the epochs, as a factor"
-    return judge(Claim(words, 0.8, 1.25), estimate(factors), "noise-limited: going on is no use")
-
-
-# -- how it is made ---------------------------------------------------------------------------------------------------
-
-
 def _cases(settings: DictConfig, problem: str, options: DictConfig) -> list[dict]:
     usual = {**settings.fixed, "epochs": settings.epochs, "noise": options.noise, "rate": options.rate}
     swept = [("workers", {"workers": value}) for value in settings.workers]
@@ -258,3 +102,157 @@ def _run(settings: DictConfig, case: dict) -> dict[str, list]:
     problem = make_problem(case["problem"], settings.seeds, workers * units, settings.dim, case["noise"], ridge)
     before, gaps = final_gaps(problem, case["sorter"], workers, units, case["epochs"], case["rate"] / units)
     return {"seed": list(range(settings.seeds)), "gap": significant(gaps), "gap_before": significant(before)}
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+    lines = []
+    for problem in settings.problems:
+        lines += (_non_convex if problem == NON_CONVEX else _convex)(Gaps(table, settings, problem))
+    return lines
+
+
+class Gaps:
+    """The results of one problem, and the slopes fitted to them."""
+
+    def __init__(self, table: DataFrame, settings: DictConfig, problem: str) -> None:
+        self.table, self.settings, self.name = select(table, problem=problem), settings, NAMES[problem]
+        self.gap = GAPS[problem == NON_CONVEX]
+
+    def fitted(self, x: str, sorter: str) -> DataFrame:
+        """The rows that a slope is fitted to: small counts are left out, they are no asymptotics."""
+        rows = select(self.sweep(x), sorter=sorter)
+        return rows[rows[x] >= self._from(x)]
+
+    def curve(self, x: str, sorter: str) -> DataFrame:
+        """Geometric mean over seeds and a standard deviation to both sides; `fitted`: the slope is fitted to it."""
+        logarithms = np.log(select(self.sweep(x), sorter=sorter).set_index(x)["gap"]).groupby(level=0)
+        mean, spread = logarithms.mean(), logarithms.std(ddof=0)
+        curve = np.exp(mean).to_frame("mean").assign(low=np.exp(mean - spread), high=np.exp(mean + spread))
+        return curve.assign(fitted=mean.index >= self._from(x))
+
+    def sweep(self, name: str) -> DataFrame:
+        """The rows of one sweep, of all sorters."""
+        return select(self.table, sweep=name)
+
+    def exponents(self, x: str, sorter: str) -> Series:
+        """One per seed."""
+        return power_exponents(self.fitted(x, sorter), x, "gap")
+
+    def unsettled(self, x: str, *sorters: str) -> str:
+        """Why a slope says nothing about orders: points that have not come to their noise floor."""
+        import pandas as pd
+
+        rows = pd.concat([self.fitted(x, sorter) for sorter in sorters])
+        drift = np.log(rows["gap_before"] / rows["gap"]).groupby([rows["sorter"], rows[x]]).mean().abs()
+        moving = drift[drift > math.log(SETTLED)]
+        return f"not at the noise floor at {moving.index[0][1]:g} {x}" if len(moving) else ""
+
+    def slope(self, x: str, sorter: str, words: str = "", unless: str = "", note: str = "", **limits: float) -> Verdict:
+        words = words or f"exponent of {label(sorter)}'s {self.gap} in {x}"
+        unless = unless or self.unsettled(x, sorter)
+        return judge_mean(f"{self.name}: {words}", self.exponents(x, sorter), note, unless, **limits)
+
+    def steeper(self, x: str, sorter: str, other: str, unless: str = "") -> Verdict:
+        words = f"{self.name}: {label(sorter)} falls faster in {x} than {label(other)}"
+        difference = self.exponents(x, sorter) - self.exponents(x, other)
+        note, unless = "difference of the exponents, paired over seeds", unless or self.unsettled(x, sorter, other)
+        return judge_mean(words, difference, note, unless, most=0.0)
+
+    def _from(self, x: str) -> float:
+        return self.settings.fixed.get(x, 0)
+
+
+def exponent_table(table: DataFrame, settings: DictConfig) -> str:
+    """All exponents with their intervals, in Markdown; those that say nothing about orders in brackets."""
+    rows = []
+    for problem in settings.problems:
+        gaps = Gaps(table, settings, problem)
+        for sorter in settings.sorters:
+            row = {"problem": gaps.name, "sorter": label(sorter)}
+            for x in SWEEPS:
+                value = str(estimate(gaps.exponents(x, sorter)))
+                row[f"in {x}"] = f"({value})" if gaps.unsettled(x, sorter) else value
+                if x in REFERENCE:
+                    known = REFERENCE[x].get(sorter, "") if problem == "least_squares" else ""
+                    row[f"reference in {x}"] = minus(known)
+            rows.append(row)
+    return markdown(rows)
+
+
+def _convex(gaps: Gaps) -> list[Verdict]:
+    """What the P.L. rates say; only coordination should improve the slope in workers."""
+
+    def no_faster(sorter: str, note: str = "") -> Verdict:
+        words = f"{label(sorter)}'s gap falls like epochs^−2 and no faster"
+        return gaps.slope("epochs", sorter, words, note=note, **TIGHT)
+
+    slope, upper, averaged = gaps.slope, "an upper bound", "errors of ever new orders average out over epochs"
+    return [
+        slope("workers", OURS, **BALANCED),
+        slope("workers", BASELINE, **RANDOM),
+        slope("workers", UNCOORDINATED, **RANDOM),
+        slope("workers", MEAN, least=RANDOM["least"]),
+        *([_as_the_reference(gaps)] if gaps.name == NAMES["least_squares"] else []),
+        gaps.steeper("workers", OURS, UNCOORDINATED),
+        slope("units", OURS, **BALANCED),
+        slope("units", BASELINE, **RANDOM),
+        slope("units", UNCOORDINATED, **BALANCED),
+        slope("units", MEAN, **BALANCED),
+        slope("epochs", OURS, note=upper, **BALANCED),
+        slope("epochs", BASELINE, note=upper, **BALANCED),
+        no_faster(BASELINE, averaged),
+        no_faster(KEPT, "the same error in every epoch"),
+    ]
+
+
+def _non_convex(gaps: Gaps) -> list[Verdict]:
+    """First that noise is what limits it, then the rates: upper bounds, that may be beaten.
+
+    D-RR's rate needs D-RR's proof; CD-GraB's, and what compares it with others, those of both.
+    """
+    checks = {sorter: [_follows_noise(gaps, sorter), _has_arrived(gaps, sorter)] for sorter in (BASELINE, OURS)}
+    open_for = [sorter for sorter, lines in checks.items() if any(line.answer != HOLDS for line in lines)]
+    unless = f"{label(open_for[0])} is not shown to be noise-limited" if open_for else ""
+    upper = {"unless": unless, "note": "an upper bound"}
+    baseline = upper | {"unless": unless if BASELINE in open_for else ""}
+    tight = gaps.slope(
+        "workers",
+        OURS,
+        f"{label(OURS)}'s {gaps.gap} falls like workers^−2/3 and no faster",
+        unless or "close to a minimum this loss is convex, where the P.L. rates apply: no test of the worst case",
+        least=-NON_CONVEX_RATE - 0.2,
+        most=-NON_CONVEX_RATE + 0.2,
+    )
+    return [
+        *checks[BASELINE],
+        *checks[OURS],
+        *(gaps.slope(x, OURS, most=-NON_CONVEX_RATE, **upper) for x in SWEEPS),
+        tight,
+        gaps.slope("workers", BASELINE, most=-NON_CONVEX_RATE / 2, **baseline),
+        gaps.steeper("workers", OURS, UNCOORDINATED, unless),
+    ]
+
+
+def _as_the_reference(gaps: Gaps) -> Verdict:
+    """The one exponent in workers whose interval is not around it."""
+    expected = REFERENCE["workers"][MEAN]
+    words = f"exponent of {label(MEAN)}'s {gaps.gap} in workers is that of an independent reference computation"
+    limits = {"least": expected - AGREES, "most": expected + AGREES}
+    return gaps.slope("workers", MEAN, words, note=minus(f"{expected:g} there"), **limits)
+
+
+def _follows_noise(gaps: Gaps, sorter: str) -> Verdict:
+    words = f"exponent of {label(sorter)}'s {gaps.gap} in the label noise"
+    note = "noise-limited: gradients at the minimum are proportional to the noise"
+    return gaps.slope("noise", sorter, words, note=note, least=1.8, most=2.2)
+
+
+def _has_arrived(gaps: Gaps, sorter: str) -> Verdict:
+    rows = select(gaps.sweep("longer"), sorter=sorter).set_index(["seed", "workers", "epochs"])
+    logarithms = np.log(rows["gap"]).unstack("epochs")
+    factors = np.exp((logarithms.iloc[:, -1] - logarithms.iloc[:, 0]).groupby("seed").mean())
+    words = f"{gaps.name}: {label(sorter)}'s {gaps.gap} after {LONGER} times the epochs, as a factor"
+    return judge_mean(words, factors, "noise-limited: going on is no use", least=0.8, most=1.25)

@@ -2,104 +2,100 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from experiments.report.figures import STYLE, finish
+from experiments.report import plots
+from experiments.report.kinds import Axes, Figure, Series
+from experiments.report.names import BASELINE, OURS, sorter_label, sorter_style
+from experiments.report.plots import panels, styled
+from experiments.report.statistics import estimate
 from experiments.studies.base import Study
-from experiments.studies.rates import BALANCED, BASELINE, LONGER, NAMES, NON_CONVEX, OURS, RANDOM, SWEEPS, Measured
-from experiments.studies.style import label, line_style, ticks_at
-from experiments.studies.verdicts import estimate
+from experiments.studies.rates import BALANCED, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Gaps
 
 X_LABELS = {"workers": "workers", "units": "units per worker", "epochs": "epochs, rate ∝ 1/epochs"}
 MARKERS = dict(zip(NAMES, "osD", strict=True))
 SHADES = {BASELINE: "Blues", OURS: "Reds"}
 
 
-def gaps(study: Study) -> Figure:
+@styled
+def gaps_by_setting(study: Study) -> Figure:
     """The final gap against workers, units and epochs, one row per problem."""
     problems = list(study.settings.problems)
-    with plt.style.context(STYLE):
-        size = (9.6, 2.5 * len(problems) + 1.1)
-        figure, axes = plt.subplots(len(problems), len(SWEEPS), figsize=size, sharey="row", squeeze=False)
-        for row, problem in zip(axes, problems, strict=True):
-            measured = Measured(study.table, study.settings, problem)
-            for panel, x in zip(row, SWEEPS, strict=True):
-                for sorter in study.settings.sorters:
-                    _draw_curve(panel, measured, x, sorter)
-                panel.set(xscale="log", yscale="log", xlabel=X_LABELS[x])
-                ticks_at(panel.xaxis, sorted(measured.sweep(x)[x].unique()))
-            row[0].set_ylabel(f"{measured.name}\n{measured.gap}")
-        note = "geometric mean and std over seeds; slopes are fitted to the filled points"
-        finish(figure, "Final gap against workers, units per worker and epochs", f"{note} · {study.caption()}")
-    return figure
+    figure, axes = panels(len(problems), len(SWEEPS), 9.6, 2.5 * len(problems) + 1.1, sharey="row")
+    for row, problem in zip(axes, problems, strict=True):
+        gaps = Gaps(study.table, study.settings, problem)
+        for panel, x in zip(row, SWEEPS, strict=True):
+            for sorter in study.settings.sorters:
+                _draw_curve(panel, gaps, x, sorter)
+            panel.set(xscale="log", yscale="log", xlabel=X_LABELS[x])
+            plots.ticks_at(panel.xaxis, sorted(gaps.sweep(x)[x].unique()))
+        row[0].set_ylabel(f"{gaps.name}\n{gaps.gap}")
+    note = "geometric mean and std over seeds; slopes are fitted to the filled points"
+    title = "Final gap against workers, units per worker and epochs"
+    return plots.finish(figure, title, f"{note} · {study.caption()}")
 
 
+@styled
 def exponents(study: Study) -> Figure:
     """All fitted exponents with their intervals; grey bands are what is accepted as the P.L. theory's −1 and −2."""
     sorters, problems = list(study.settings.sorters), list(study.settings.problems)
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(1, len(SWEEPS), figsize=(9.6, 0.42 * len(sorters) + 1.7), sharey=True)
-        for panel, x in zip(axes, SWEEPS, strict=True):
-            for offset, problem in zip(np.linspace(-0.22, 0.22, len(problems)), problems, strict=True):
-                measured = Measured(study.table, study.settings, problem)
-                for row, sorter in enumerate(sorters):
-                    _draw_exponent(panel, measured, x, sorter, row + offset, MARKERS[problem])
-            for limits in (BALANCED,) if x == "epochs" else (RANDOM, BALANCED):
-                panel.axvspan(limits.get("least", -9), limits["most"], color="0.93", zorder=0)
-            panel.set(title=f"in {x}", xlabel="exponent", xlim=(-4.1, 0.2), ylim=(len(sorters) - 0.5, -0.5))
-            panel.set_yticks(range(len(sorters)), [label(sorter) for sorter in sorters])
-        for problem in problems:
-            axes[0].plot([], [], MARKERS[problem], ms=4.5, color="0.25", ls="none", label=NAMES[problem])
-        note = (
-            "mean, 95 % interval over seeds; hollow: not at the noise floor; bands: accepted as the theory's −1 and −2"
-        )
-        finish(figure, "Exponents of the final gap", f"{note} · {study.caption()}")
-    return figure
+    figure, (row_of_panels,) = panels(1, len(SWEEPS), 9.6, 0.42 * len(sorters) + 1.7, sharey=True)
+    for panel, x in zip(row_of_panels, SWEEPS, strict=True):
+        for offset, problem in zip(np.linspace(-0.22, 0.22, len(problems)), problems, strict=True):
+            gaps = Gaps(study.table, study.settings, problem)
+            for row, sorter in enumerate(sorters):
+                _draw_exponent(panel, gaps, x, sorter, row + offset, MARKERS[problem])
+        for limits in (BALANCED,) if x == "epochs" else (RANDOM, BALANCED):
+            panel.axvspan(limits.get("least", -9), limits["most"], color="0.93", zorder=0)
+        panel.set(title=f"in {x}", xlabel="exponent", xlim=(-4.1, 0.2), ylim=(len(sorters) - 0.5, -0.5))
+        panel.set_yticks(range(len(sorters)), [sorter_label(sorter) for sorter in sorters])
+    for problem in problems:
+        row_of_panels[0].plot([], [], MARKERS[problem], ms=4.5, color="0.25", ls="none", label=NAMES[problem])
+    note = "mean, 95 % interval over seeds; hollow: not at the noise floor; bands: accepted as the theory's −1 and −2"
+    return plots.finish(figure, "Exponents of the final gap", f"{note} · {study.caption()}")
 
 
+@styled
 def noise_check(study: Study) -> Figure:
     """Is the non-convex problem limited by noise? It then follows the noise, and going on is no use; darker lines have
     more workers."""
-    measured = Measured(study.table, study.settings, NON_CONVEX)
-    noise, longer = (measured.sweep(name) for name in ("noise", "longer"))
-    with plt.style.context(STYLE):
-        figure, panels = plt.subplots(1, 2, figsize=(7.4, 4.2), sharey=True)
-        for panel, rows, x in zip(panels, (noise, longer), ("noise", "epochs"), strict=True):
-            for sorter, some in rows.groupby("sorter"):
-                by_workers = list(some.groupby("workers"))
-                shades = plt.get_cmap(SHADES[sorter])(np.linspace(0.4, 1.0, len(by_workers)))
-                for shade, (count, points) in zip(shades, by_workers, strict=True):
-                    by_x = np.log(points.set_index(x)["gap"]).groupby(level=0)
-                    panel.plot(
-                        np.exp(by_x.mean()), "o-", ms=3.2, color=shade, label=f"{label(sorter)}, {count} workers"
-                    )
-            panel.set(xscale="log", yscale="log")
-            ticks_at(panel.xaxis, sorted(rows[x].unique()))
-        ends = np.array([noise["noise"].min(), noise["noise"].max()])
-        panels[0].plot(ends, noise["gap"].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
-        panels[0].set(xlabel="label noise", ylabel=measured.gap, title="less noise")
-        panels[1].set(xlabel="epochs, same rate", title=f"{LONGER} times the epochs")
-        title = f"Is the {measured.name} limited by noise?"
-        finish(figure, title, f"geometric mean over seeds · {study.caption()}")
-    return figure
+    gaps = Gaps(study.table, study.settings, NON_CONVEX)
+    noise, longer = (gaps.sweep(name) for name in ("noise", "longer"))
+    figure, ((less, more),) = panels(1, 2, 7.4, 4.2, sharey=True)
+    for panel, rows, x in ((less, noise, "noise"), (more, longer, "epochs")):
+        for sorter, some in rows.groupby("sorter"):
+            by_workers = list(some.groupby("workers"))
+            for shade, (count, points) in zip(np.linspace(0.4, 1.0, len(by_workers)), by_workers, strict=True):
+                label = f"{sorter_label(sorter)}, {count} workers"
+                _draw_shade(panel, points.set_index(x)["gap"], SHADES[sorter], shade, label)
+        panel.set(xscale="log", yscale="log")
+        plots.ticks_at(panel.xaxis, sorted(rows[x].unique()))
+    ends = np.array([noise["noise"].min(), noise["noise"].max()])
+    less.plot(ends, noise["gap"].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
+    less.set(xlabel="label noise", ylabel=gaps.gap, title="less noise")
+    more.set(xlabel="epochs, same rate", title=f"{LONGER} times the epochs")
+    title = f"Is the {gaps.name} limited by noise?"
+    return plots.finish(figure, title, f"geometric mean over seeds · {study.caption()}")
 
 
-def _draw_curve(panel: Axes, measured: Measured, x: str, sorter: str) -> None:
-    curve, style = measured.curve(x, sorter), line_style(sorter)
-    colour = style["color"]
-    panel.plot(curve.index, curve["mean"], lw=1.3, label=label(sorter), **style)
-    panel.fill_between(curve.index, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+def _draw_curve(panel: Axes, gaps: Gaps, x: str, sorter: str) -> None:
+    curve, style = gaps.curve(x, sorter), sorter_style(sorter) | {"lw": 1.3, "label": sorter_label(sorter)}
+    plots.band(panel, curve.index, curve["mean"], curve["low"], curve["high"], alpha=0.15, **style)
     for fitted, some in curve.groupby("fitted"):
-        face = colour if fitted else "white"
-        panel.plot(some.index, some["mean"], "o", ms=3.6, mfc=face, mec=colour, mew=0.9)
+        face = style["color"] if fitted else "white"
+        panel.plot(some.index, some["mean"], "o", ms=3.6, mfc=face, mec=style["color"], mew=0.9)
 
 
-def _draw_exponent(panel: Axes, measured: Measured, x: str, sorter: str, y: float, marker: str) -> None:
-    value, settled = estimate(measured.exponents(x, sorter)), not measured.unsettled(x, sorter)
-    colour = line_style(sorter)["color"]
+def _draw_exponent(panel: Axes, gaps: Gaps, x: str, sorter: str, y: float, marker: str) -> None:
+    value, settled = estimate(gaps.exponents(x, sorter)), not gaps.unsettled(x, sorter)
+    colour = sorter_style(sorter)["color"]
     if np.isfinite(value.low):
         panel.plot([value.low, value.high], [y, y], color=colour, lw=1.2)
     panel.plot(value.mean, y, marker, ms=4.5, mfc=colour if settled else "white", mec=colour, ls="none")
+
+
+def _draw_shade(panel: Axes, values: Series, colours: str, shade: float, label: str) -> None:
+    from matplotlib import colormaps
+
+    mean = np.exp(np.log(values).groupby(level=0).mean())
+    panel.plot(mean, "o-", ms=3.2, color=colormaps[colours](shade), label=label)

@@ -6,23 +6,29 @@ CD-GraB that take turns in the same processes, and count as ratios: what slows t
 
 from __future__ import annotations
 
-import json
-import tempfile
 from functools import partial
-from pathlib import Path
 
-import pandas as pd
+import numpy as np
 from omegaconf import DictConfig
 
-from experiments.studies.base import Part, significant
-from experiments.studies.paired import BASELINE, OURS, UNCOORDINATED, difference
-from experiments.studies.style import label
-from experiments.studies.training import TASK_NAMES, outcome, overrides, train
-from experiments.studies.verdicts import Claim, Verdict, counted, estimate, judge, judge_every, power_exponents
+from experiments.report import plots
+from experiments.report.kinds import DataFrame, Figure, Series
+from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
+from experiments.report.plots import panels, styled
+from experiments.report.statistics import counted, estimate, power_exponents
+from experiments.report.text import markdown
+from experiments.studies.base import Part, Study, significant
+from experiments.studies.paired import difference, select
+from experiments.studies.timing import in_turn, under_torchrun
+from experiments.studies.training import outcome, overrides, train
+from experiments.studies.verdicts import Claim, Verdict, judge_every, judge_mean
+from experiments.training.memory import keep_freed_memory
 
 FIXED, WEAK = MODES = ("fixed", "weak")
 MODE_NAMES = {FIXED: "fixed batch", WEAK: "growing batch"}
-BOUND = "herding_per_step"
+DASHES = {FIXED: "-", WEAK: plots.DASHED}
+TRAFFIC = "#7b5ea7"
+COLUMNS = ("train loss against D-RR (%)", "parallel herding bound", "time of an epoch / D-RR's", "on several processes")
 MOST_TIME, MOST_BYTES = 1.5, 1.1  # of D-RR's
 NO_GROWTH = 0.1  # an exponent
 
@@ -46,95 +52,6 @@ def parts(settings: DictConfig) -> list[Part]:
     ]
 
 
-class Measured:
-    """The results of one task."""
-
-    def __init__(self, table: pd.DataFrame, task: str) -> None:
-        rows = table[table["task"] == task]
-        self.name = TASK_NAMES[task]
-        self.trained, timed = rows[rows["kind"] == "trained"], rows[rows["kind"] == "timed"]
-        timed = timed.assign(
-            time=timed[f"{OURS}_seconds"] / timed[f"{BASELINE}_seconds"],
-            traffic=timed[f"{OURS}_bytes"] / timed[f"{BASELINE}_bytes"].where(timed[f"{BASELINE}_bytes"] > 0),
-        )
-        alone = timed["processes"] == 1
-        self.simulated, self.distributed = timed[alone], timed[~alone]
-
-    def differences(self, mode: str, sorter: str = OURS) -> dict[int, pd.Series]:
-        """By workers: sorter − D-RR in per cent of D-RR's loss, per seed."""
-        rows = self.trained[self.trained["mode"] == mode]
-        return {workers: difference(some, sorter) for workers, some in rows.groupby("workers")}
-
-    def bounds(self, sorter: str, mode: str = FIXED) -> pd.DataFrame:
-        return self.trained[(self.trained["mode"] == mode) & (self.trained["sorter"] == sorter)]
-
-    def growth(self, sorter: str, mode: str = FIXED) -> pd.Series:
-        """The exponent of the herding bound in workers, per seed."""
-        return power_exponents(self.bounds(sorter, mode), "workers", BOUND)
-
-
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
-    for measured in (Measured(table, task) for task in settings.tasks):
-        lines += [_ends_lower(measured, mode) for mode in MODES]
-        lines += [_bound_stays(measured, mode) for mode in MODES]
-        if UNCOORDINATED in settings.sorters:
-            lines += [_alone_grows(measured, mode) for mode in MODES]
-        lines += [_time_ratio(measured, measured.simulated, mode, "workers", "one process") for mode in MODES]
-        lines.append(_time_stays(measured))
-        if len(measured.distributed):
-            lines += [_time_ratio(measured, measured.distributed, mode, "processes", "2 to 8") for mode in MODES]
-            lines += [_bytes_ratio(measured, mode) for mode in MODES]
-    return lines
-
-
-def _ends_lower(measured: Measured, mode: str) -> Verdict:
-    claim = Claim(f"{measured.name}, {MODE_NAMES[mode]}: CD-GraB ends lower than D-RR at every worker count", most=0.0)
-    by_workers = {workers: estimate(some) for workers, some in measured.differences(mode).items()}
-    return judge_every(claim, by_workers, "difference in % of D-RR's train loss where it decides, {cell} workers")
-
-
-def _bound_stays(measured: Measured, mode: str) -> Verdict:
-    words = f"{measured.name}, {MODE_NAMES[mode]}: CD-GraB's herding bound does not grow with the workers"
-    return judge(Claim(words, most=NO_GROWTH), estimate(measured.growth(OURS, mode)), "exponent in workers")
-
-
-def _alone_grows(measured: Measured, mode: str) -> Verdict:
-    words = f"{measured.name}, {MODE_NAMES[mode]}: the bound of {label(UNCOORDINATED)} grows faster with the workers"
-    difference = measured.growth(UNCOORDINATED, mode) - measured.growth(OURS, mode)
-    return judge(Claim(words, least=0.0), estimate(difference), "difference of the exponents, paired over seeds")
-
-
-def _time_ratio(measured: Measured, rows: pd.DataFrame, mode: str, by: str, where: str) -> Verdict:
-    """Means of the ratios of neighbouring epochs, with intervals over these pairs."""
-    on = where if by == "workers" else f"{where} processes"
-    words = f"{measured.name}, {MODE_NAMES[mode]}: CD-GraB's epochs take at most 1.5 times D-RR's, on {on}"
-    ratios = {count: estimate(some) for count, some in rows[rows["mode"] == mode].groupby(by)["time"]}
-    pairs = min(ratio.seeds for ratio in ratios.values())
-    note = f"mean ratio of {pairs} pairs of epochs where it decides, {{cell}} {by}"
-    return judge_every(Claim(words, most=MOST_TIME), ratios, note)
-
-
-def _time_stays(measured: Measured) -> Verdict:
-    rows = measured.simulated[measured.simulated["mode"] == FIXED]
-    exponents = power_exponents(rows.assign(seed=rows["epoch"]), "workers", "time")
-    words = f"{measured.name}, fixed batch: the ratio of times does not grow with the workers, on one process"
-    return judge(Claim(words, most=NO_GROWTH), estimate(exponents), "exponent in workers, fitted epoch by epoch")
-
-
-def _bytes_ratio(measured: Measured, mode: str) -> Verdict:
-    """With one unit per process and step, and gradients that are not short, the mean's own exchange serves the sorter;
-    else pair differences are sent beside it."""
-    rows = measured.distributed[measured.distributed["mode"] == mode]
-    ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
-    words = f"{measured.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"
-    claim = Claim(f"{words}: CD-GraB sends as much as D-RR", most=MOST_BYTES)
-    return judge_every(claim, ratios, "ratio of bytes where it is largest, {cell} processes")
-
-
-# -- how it is made ---------------------------------------------------------------------------------------------------
-
-
 def _key(kind: str, task: str, mode: str, workers: int, processes: int = 1, sorter: str = "", seed: int = -1) -> dict:
     named = {"kind": kind, "task": task, "mode": mode, "workers": workers, "processes": processes}
     return named | {"sorter": sorter, "seed": seed}
@@ -152,19 +69,171 @@ def _train(settings: DictConfig, case: dict) -> dict[str, list]:
 
 def _time(settings: DictConfig, case: dict) -> dict[str, list]:
     """Seconds of every timed epoch, and bytes that a process sends per step."""
-    from scripts.bench import epoch  # the benchmark of epochs, with this study's runs
-    from scripts.bench.measure import under_torchrun
-
     run = [o for o in overrides(settings, case["task"], "", **_changes(settings, case)) if o != "sorter="]
-    arguments = (str(settings.timed_epochs), "0", *run)
     if case["processes"] == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            epoch.main(f"{folder}/found", *arguments)
-            found = json.loads(Path(folder, "found0").read_text())
+        keep_freed_memory()
+        found = in_turn(settings.timed_epochs, 0.0, run)
     else:
-        found = under_torchrun("scripts.bench.epoch", case["processes"], arguments)[0]
+        arguments = (settings.timed_epochs, 0, *run)
+        found = under_torchrun("experiments.studies.timing", case["processes"], arguments)[0]
     columns: dict[str, list] = {"epoch": list(range(settings.timed_epochs))}
     for sorter in (BASELINE, OURS):
         columns[f"{sorter}_seconds"] = significant([line["seconds"] for line in found[sorter]], 5)
         columns[f"{sorter}_bytes"] = [found["what"]["bytes_per_step"][sorter]] * settings.timed_epochs
     return columns
+
+
+class TaskResults:
+    """The results of one task: training runs, and timed epochs on one process (`simulated`) and on several."""
+
+    def __init__(self, table: DataFrame, task: str) -> None:
+        self.name, self.trained = task_name(task), select(table, task=task, kind="trained")
+        timed = select(table, task=task, kind="timed")
+        seconds, sent = ({s: timed[f"{s}_{what}"] for s in (BASELINE, OURS)} for what in ("seconds", "bytes"))
+        timed = timed.assign(
+            time=seconds[OURS] / seconds[BASELINE], traffic=sent[OURS] / sent[BASELINE].where(sent[BASELINE] > 0)
+        )
+        alone = timed["processes"] == 1
+        self.timed, self.simulated, self.distributed = timed, timed[alone], timed[~alone]
+
+    def differences(self, mode: str, sorter: str = OURS) -> dict[int, Series]:
+        """By workers: sorter − D-RR in per cent of D-RR's loss, per seed."""
+        rows = select(self.trained, mode=mode)
+        return {workers: difference(some, sorter) for workers, some in rows.groupby("workers")}
+
+    def bounds(self, sorter: str, mode: str) -> DataFrame:
+        return select(self.trained, mode=mode, sorter=sorter)
+
+    def growth(self, sorter: str, mode: str) -> Series:
+        """The exponent of the herding bound in workers, per seed."""
+        return power_exponents(self.bounds(sorter, mode), "workers", BOUND)
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+    lines = []
+    for task in (TaskResults(table, task) for task in settings.tasks):
+        lines += [_ends_lower(task, mode) for mode in MODES]
+        lines += [_bound_stays(task, mode) for mode in MODES]
+        if UNCOORDINATED in settings.sorters:
+            lines += [_alone_grows(task, mode) for mode in MODES]
+        lines += [_time_ratio(task, task.simulated, mode, "workers", "one process") for mode in MODES]
+        lines.append(_time_stays(task))
+        if len(task.distributed):
+            lines += [_time_ratio(task, task.distributed, mode, "processes", "2 to 8 processes") for mode in MODES]
+            lines += [_bytes_ratio(task, mode) for mode in MODES]
+    return lines
+
+
+def _ends_lower(task: TaskResults, mode: str) -> Verdict:
+    claim = Claim(f"{task.name}, {MODE_NAMES[mode]}: CD-GraB ends lower than D-RR at every worker count", most=0.0)
+    by_workers = {workers: estimate(some) for workers, some in task.differences(mode).items()}
+    return judge_every(claim, by_workers, "difference in % of D-RR's train loss where it decides, {cell} workers")
+
+
+def _bound_stays(task: TaskResults, mode: str) -> Verdict:
+    words = f"{task.name}, {MODE_NAMES[mode]}: CD-GraB's herding bound does not grow with the workers"
+    return judge_mean(words, task.growth(OURS, mode), "exponent in workers", most=NO_GROWTH)
+
+
+def _alone_grows(task: TaskResults, mode: str) -> Verdict:
+    alone = sorter_label(UNCOORDINATED)
+    words = f"{task.name}, {MODE_NAMES[mode]}: the bound of {alone} grows faster with the workers"
+    growth = task.growth(UNCOORDINATED, mode) - task.growth(OURS, mode)
+    return judge_mean(words, growth, "difference of the exponents, paired over seeds", least=0.0)
+
+
+def _time_ratio(task: TaskResults, rows: DataFrame, mode: str, by: str, where: str) -> Verdict:
+    """Means of the ratios of neighbouring epochs, with intervals over these pairs."""
+    words = f"{task.name}, {MODE_NAMES[mode]}: CD-GraB's epochs take at most 1.5 times D-RR's, on {where}"
+    ratios = {count: estimate(some) for count, some in select(rows, mode=mode).groupby(by)["time"]}
+    pairs = min(ratio.seeds for ratio in ratios.values())
+    note = f"mean ratio of {pairs} pairs of epochs where it decides, {{cell}} {by}"
+    return judge_every(Claim(words, most=MOST_TIME), ratios, note)
+
+
+def _time_stays(task: TaskResults) -> Verdict:
+    rows = select(task.simulated, mode=FIXED)
+    exponents = power_exponents(rows.assign(seed=rows["epoch"]), "workers", "time")
+    words = f"{task.name}, fixed batch: the ratio of times does not grow with the workers, on one process"
+    return judge_mean(words, exponents, "exponent in workers, fitted epoch by epoch", most=NO_GROWTH)
+
+
+def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
+    """With one unit per process and step, and gradients that are not short, the mean's own exchange serves the sorter;
+    else pair differences are sent beside it."""
+    rows = select(task.distributed, mode=mode)
+    ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
+    words = f"{task.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"
+    claim = Claim(f"{words}: CD-GraB sends as much as D-RR", most=MOST_BYTES)
+    return judge_every(claim, ratios, "ratio of bytes where it is largest, {cell} processes")
+
+
+# -- figure and table -------------------------------------------------------------------------------------------------
+
+
+@styled
+def cost_and_gain(study: Study) -> Figure:
+    """Advantage, herding bound and time against workers, and time and bytes against processes; one row per task."""
+    tasks, lines = list(study.settings.tasks), {"lw": 1.3}
+    figure, axes = panels(len(tasks), len(COLUMNS), 12.8, 2.8 * len(tasks) + 1.1)
+    for row, task in zip(axes, (TaskResults(study.table, task) for task in tasks), strict=True):
+        for sorter in study.settings.sorters:
+            for mode in MODES:
+                style = lines | sorter_style(sorter) | {"ls": DASHES[mode]}
+                label = sorter_label(sorter) if mode == FIXED else None
+                plots.estimates(row[1], _by(task.bounds(sorter, mode), "workers", BOUND), label=label, **style)
+                if sorter != BASELINE:
+                    plots.estimates(row[0], task.differences(mode, sorter), **style)
+        for mode in MODES:
+            style = lines | {"color": sorter_style(OURS)["color"], "ls": DASHES[mode]}
+            on_one, on_several = (select(rows, mode=mode) for rows in (task.simulated, task.distributed))
+            plots.estimates(row[2], _by(on_one, "workers", "time"), **style)
+            plots.estimates(row[3], _by(on_several, "processes", "time"), **style)
+            plots.estimates(row[3], _by(on_several, "processes", "traffic"), **style | {"color": TRAFFIC})
+        _frame(row, study, task)
+    for panel, title in zip(axes[0], COLUMNS, strict=True):
+        panel.set_title(title)
+    for mode in MODES:
+        axes[0, 0].plot([], [], color="0.35", ls=DASHES[mode], label=MODE_NAMES[mode])
+    axes[0, 3].plot([], [], color=TRAFFIC, label="bytes sent / D-RR's")
+    note = "mean with 95 % interval over seeds (loss, bound) or pairs of epochs (time)"
+    return plots.finish(figure, "What coordination brings and costs", f"{note} · {study.caption()}")
+
+
+def cost_table(study: Study) -> str:
+    """Seconds and bytes of every timed setting."""
+    rows = []
+    for task in (TaskResults(study.table, task) for task in study.settings.tasks):
+        for (mode, workers, processes), some in task.timed.groupby(["mode", "workers", "processes"]):
+            seconds = {s: f"{some[f'{s}_seconds'].median():.3g}" for s in (BASELINE, OURS)}
+            sent = {s: f"{some[f'{s}_bytes'].iloc[0]:,.0f}" for s in (BASELINE, OURS)}
+            rows.append(
+                {"task": task.name, "batch": MODE_NAMES[mode], "workers": f"{workers}", "processes": f"{processes}"}
+                | {f"{sorter_label(sorter)} (s)": value for sorter, value in seconds.items()}
+                | {"ratio": f"{some['time'].median():.2f}"}
+                | {f"{sorter_label(sorter)} (bytes per step)": value for sorter, value in sent.items()}
+            )
+    return markdown(rows)
+
+
+def _by(rows: DataFrame, x: str, y: str) -> dict[int, Series]:
+    return dict(list(rows.groupby(x)[y]))
+
+
+def _frame(row: np.ndarray, study: Study, task: TaskResults) -> None:
+    row[0].set_ylabel(task.name)
+    row[3].set_ylabel("time and bytes / D-RR's")
+    row[0].axhline(0, **plots.GREY)
+    for panel in (row[1], row[3]):
+        plots.log_ticks(panel.yaxis)
+    means = task.trained.groupby(["mode", "sorter", "workers"])[BOUND].mean()
+    row[1].set_ylim(means.min() / 2, means.max() * 2)  # intervals of three seeds reach below zero
+    for panel in row[2:]:
+        panel.axhline(1, **plots.GREY)
+        panel.axhline(MOST_TIME, **plots.GREY, ls=":")
+    for panel, counts in zip(row, [study.settings.workers] * 3 + [study.settings.processes], strict=True):
+        panel.set(xscale="log", xlabel="processes" if panel is row[3] else "workers")
+        plots.ticks_at(panel.xaxis, counts)

@@ -1,35 +1,40 @@
-"""All sorters of the suite on two tasks, paired over seeds."""
+"""All sorters on two tasks, paired over seeds. Any registered sorter can take part: it is listed in `study.sorters`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 
-import pandas as pd
+import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report.statistics import holm, paired_p
-from experiments.report.tables import markdown
-from experiments.studies.base import Part
-from experiments.studies.paired import (
+from cdgrab.errors import CdgrabError
+from experiments.report import plots
+from experiments.report.kinds import Axes, DataFrame, Figure, Series
+from experiments.report.names import (
+    ALONE,
     BASELINE,
-    LOSS,
+    ONE_WORKER,
     OURS,
     UNCOORDINATED,
-    by_seed,
-    difference,
-    ends_lower,
-    keeps_the_advantage,
+    kind,
+    sorter_colour,
+    sorter_label,
+    task_name,
 )
-from experiments.studies.style import label, name_of
-from experiments.studies.training import TASK_NAMES, TEST_METRICS, outcome, overrides, train
-from experiments.studies.verdicts import Verdict, estimate
-
-CENTRAL = ("grab", "grab_pair")  # one worker holds all units
+from experiments.report.plots import panels, styled
+from experiments.report.statistics import estimate, holm, paired_p
+from experiments.report.text import markdown, mean_std
+from experiments.studies.base import Part, Study
+from experiments.studies.paired import by_seed, difference, ends_lower, keeps_the_advantage, select
+from experiments.studies.training import outcome, overrides, test_metric, train
+from experiments.studies.verdicts import Verdict
 
 
 def parts(settings: DictConfig) -> list[Part]:
     """One training run each."""
+    if BASELINE not in settings.sorters:
+        raise CdgrabError(f"study.sorters must name {BASELINE}, which all others are compared with")
     return [
         Part({"task": task, "sorter": sorter, "seed": seed}, partial(_run, settings, task, sorter, seed))
         for task in settings.tasks
@@ -38,59 +43,84 @@ def parts(settings: DictConfig) -> list[Part]:
     ]
 
 
-def verdicts(table: pd.DataFrame, settings: DictConfig) -> list[Verdict]:
+def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
+    one_worker = {"workers": 1} if kind(sorter) in ONE_WORKER else {}
+    return outcome(train(overrides(settings, task, sorter, **one_worker), seed))
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
     """Answers are those of single tests; what adjusting for all sorters of a task makes of them is in the notes."""
     lines = []
     for task in settings.tasks:
-        rows, name = table[table["task"] == task], TASK_NAMES[task]
+        rows, name = select(table, task=task), task_name(task)
         p = p_values(rows, settings)
-        lines += [_against_baseline(rows, name, OURS, p), ends_lower(rows, name, OURS, UNCOORDINATED)]
-        for sorter in settings.sorters:
-            if sorter.startswith(f"{OURS},"):
+        ours = OURS in settings.sorters
+        if ours:
+            lines.append(_against_baseline(rows, name, OURS, p))
+        if ours and UNCOORDINATED in settings.sorters:
+            lines.append(ends_lower(rows, name, OURS, UNCOORDINATED))
+        for sorter in p.index:
+            if ours and sorter.startswith(f"{OURS},"):
                 lines.append(keeps_the_advantage(rows, name, sorter))
-            elif sorter not in (BASELINE, OURS):
+            elif sorter != OURS:
                 lines.append(_against_baseline(rows, name, sorter, p))
-        if CENTRAL[-1] in settings.sorters:
-            lines.append(ends_lower(rows, name, OURS, CENTRAL[-1]))
+        if ours and ALONE in settings.sorters:
+            lines.append(ends_lower(rows, name, OURS, ALONE))
     return lines
 
 
-def p_values(rows: pd.DataFrame, settings: DictConfig) -> pd.DataFrame:
+def p_values(rows: DataFrame, settings: DictConfig) -> DataFrame:
     """Of every sorter's difference from D-RR on one task: single, and adjusted for testing all of them (Holm)."""
+    import pandas as pd
+
     p = {sorter: paired_p(list(difference(rows, sorter))) for sorter in settings.sorters if sorter != BASELINE}
     return pd.DataFrame({"single": p.values(), "adjusted": holm(list(p.values()))}, index=list(p))
 
 
-def sorter_table(table: pd.DataFrame, settings: DictConfig) -> str:
-    """Every sorter on every task: loss, test metric, difference from D-RR, p value; adjusted for all of a task."""
-    rows = []
-    for task in settings.tasks:
-        some, metric = table[table["task"] == task], TEST_METRICS[task]
-        p = p_values(some, settings)
-        for sorter in settings.sorters:
-            loss, test = by_seed(some, sorter, LOSS), by_seed(some, sorter, metric)
-            against = difference(some, sorter)
-            rows.append(
-                {
-                    "task": TASK_NAMES[task],
-                    "sorter": label(sorter),
-                    "train loss": f"{loss.mean():.5f} ± {loss.std():.5f}",
-                    "test metric": f"{test.mean():.2f} ± {test.std():.2f}",
-                    "against D-RR (%)": "" if sorter == BASELINE else str(estimate(against)),
-                    "lower on": "" if sorter == BASELINE else f"{(against < 0).sum()} of {len(against)}",
-                    "p": "" if sorter == BASELINE else f"{p.single[sorter]:.2g}",
-                    "p (Holm)": "" if sorter == BASELINE else f"{p.adjusted[sorter]:.2g}",
-                }
-            )
-    return markdown(rows)
-
-
-def _against_baseline(rows: pd.DataFrame, name: str, sorter: str, p: pd.DataFrame) -> Verdict:
+def _against_baseline(rows: DataFrame, name: str, sorter: str, p: DataFrame) -> Verdict:
     verdict = ends_lower(rows, name, sorter)
     note = f"p = {p.single[sorter]:.2g}, adjusted for {len(p)} sorters (Holm) {p.adjusted[sorter]:.2g}"
     return replace(verdict, note=f"{verdict.note}; {note}")
 
 
-def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
-    one_worker = {"workers": 1} if name_of(sorter) in CENTRAL else {}
-    return outcome(train(overrides(settings, task, sorter, **one_worker), seed))
+def sorter_table(table: DataFrame, settings: DictConfig) -> str:
+    """Every sorter on every task: loss, test metric, difference from D-RR, p value; adjusted for all of a task."""
+    rows = []
+    for task in settings.tasks:
+        some = select(table, task=task)
+        p = p_values(some, settings)
+        for sorter in settings.sorters:
+            row = {"task": task_name(task), "sorter": sorter_label(sorter)}
+            row["train loss"] = mean_std(by_seed(some, sorter), 5, ddof=1)
+            row["test metric"] = mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
+            row |= dict.fromkeys(("against D-RR (%)", "lower on", "p", "p (Holm)"), "")
+            if sorter != BASELINE:
+                against = difference(some, sorter)
+                row |= {"against D-RR (%)": str(estimate(against))}
+                row |= {"lower on": f"{(against < 0).sum()} of {len(against)}"}
+                row |= {"p": f"{p.single[sorter]:.2g}", "p (Holm)": f"{p.adjusted[sorter]:.2g}"}
+            rows.append(row)
+    return markdown(rows)
+
+
+@styled
+def differences(study: Study) -> Figure:
+    """How far every sorter ends from D-RR, one panel per task: left of the line is better."""
+    sorters, tasks = [s for s in study.settings.sorters if s != BASELINE], list(study.settings.tasks)
+    figure, axes = panels(1, len(tasks), 4.3 * len(tasks) + 1.2, 0.27 * len(sorters) + 1.8, sharey=True)
+    for panel, task in zip(axes[0], tasks, strict=True):
+        for row, sorter in enumerate(sorters):
+            _draw(panel, difference(select(study.table, task=task), sorter), row, sorter_colour(sorter))
+        panel.axvline(0, **plots.GREY, zorder=0)
+        panel.set(title=task_name(task), xlabel="train loss against D-RR (%)", ylim=(len(sorters) - 0.5, -0.5))
+        panel.set_yticks(range(len(sorters)), [sorter_label(sorter) for sorter in sorters])
+    note = "dots: seeds; bar: mean and 95 % interval, paired over seeds; lower is better"
+    return plots.finish(figure, "Where every sorter ends, against random reshuffling", f"{note} · {study.caption()}")
+
+
+def _draw(panel: Axes, values: Series, row: int, colour: str) -> None:
+    value = estimate(values)
+    if np.isfinite(value.low):
+        panel.plot([value.low, value.high], [row, row], color=colour, lw=2.2, solid_capstyle="butt")
+    panel.plot(value.mean, row, "|", color=colour, ms=11, mew=2.2)
+    panel.plot(values, np.full(len(values), row), "o", ms=2.6, mfc="white", mec=colour, mew=0.7)

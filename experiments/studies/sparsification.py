@@ -1,7 +1,7 @@
 """Sparse gradients: what ExDyna and its peers select, send and cost, and where training with them ends.
 
-Made-up gradients (heavy-tailed, layered, with error feedback) answer the questions about density, balance, thresholds,
-time and bytes; tasks of the suite and a small sparse model those about convergence.
+Synthetic gradients (heavy-tailed, layered, with error feedback) answer the questions about density, balance,
+thresholds, time and bytes; tasks of the suite and a small sparse model those about convergence.
 """
 
 from __future__ import annotations
@@ -12,23 +12,10 @@ from functools import partial
 
 from omegaconf import DictConfig
 
+from experiments.studies import sparsifiers
 from experiments.studies.base import Part
 from experiments.studies.sparsification_verdicts import LAST, verdicts
-from experiments.studies.sparsifiers import (
-    ABLATED,
-    DENSE,
-    OURS,
-    PUBLISHED,
-    RESNET,
-    RULES,
-    THRESHOLDS,
-    TRAINED_DENSITY,
-    layered,
-    selection_seconds,
-    settling,
-    sparse_model,
-    sparse_training,
-)
+from experiments.studies.sparsifiers import DENSE, OURS, PUBLISHED, RESNET, TRAINED_DENSITY, layered
 from experiments.studies.training import overrides
 
 EVEN_LAYERS = {"layers": 24, "decades": 1.0}  # for the balance: no partition is hopeless
@@ -40,13 +27,13 @@ def parts(settings: DictConfig) -> list[Part]:
     """Seed by seed; within a seed what takes long comes last."""
     found = []
     for seed in range(settings.seeds):
-        found += [*_made_up(settings, seed), *_trainings(settings, seed)]
+        found += [*_synthetic(settings, seed), *_trainings(settings, seed)]
     for seed in range(settings.seeds, settings.balance_seeds):
         found += _balances(settings, seed)
     return found
 
 
-def _made_up(settings: DictConfig, seed: int) -> list[Part]:
+def _synthetic(settings: DictConfig, seed: int) -> list[Part]:
     dim, workers, length, density = settings.dim, settings.workers, settings.iterations, settings.densities[0]
     cases = [("density", m, workers, d, dim, length) for d in settings.densities for m in settings.methods]
     cases += [
@@ -58,15 +45,15 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
     found = [_part(partial(layered, *case[1:], seed), *case[:4], seed) for case in cases]
     shared = (workers, density)
     found += _balances(settings, seed)
-    for rule in THRESHOLDS:
-        compute = partial(settling, rule, *shared, dim, settings.settling, seed)
+    for rule in sparsifiers.THRESHOLDS:
+        compute = partial(sparsifiers.settling, rule, *shared, dim, settings.settling, seed)
         found.append(_part(compute, "settling", rule, *shared, seed))
-    for method in ABLATED:
-        compute = partial(sparse_model, method, *shared, settings.sparse_steps, seed)
+    for method in sparsifiers.ABLATED:
+        compute = partial(sparsifiers.sparse_model, method, *shared, settings.sparse_steps, seed)
         found.append(_part(compute, "sparse model", method, *shared, seed))
     timed = [method for method in settings.methods if method != PUBLISHED]  # which selects as `exdyna` does
     for count in settings.timed_workers:
-        compute = partial(selection_seconds, timed, count, density, settings.timed_dim, seed)
+        compute = partial(sparsifiers.selection_seconds, timed, count, density, settings.timed_dim, seed)
         found.append(replace(_part(compute, "time", "", count, density, seed), alone=True))
     return found
 
@@ -74,7 +61,7 @@ def _made_up(settings: DictConfig, seed: int) -> list[Part]:
 def _balances(settings: DictConfig, seed: int) -> list[Part]:
     shared = (settings.workers, settings.densities[0])
     compute = partial(layered, dim=settings.dim, iterations=settings.iterations, seed=seed, **EVEN_LAYERS)
-    return [_part(partial(compute, rule, *shared), "imbalance", rule, *shared, seed) for rule in RULES]
+    return [_part(partial(compute, rule, *shared), "imbalance", rule, *shared, seed) for rule in sparsifiers.RULES]
 
 
 def _trainings(settings: DictConfig, seed: int) -> list[Part]:
@@ -86,7 +73,8 @@ def _trainings(settings: DictConfig, seed: int) -> list[Part]:
     for name, (task, methods, changes) in tasks.items():
         for method in methods:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
-                compute = partial(sparse_training, overrides(settings, task, sorter, **changes), method, seed)
+                run = overrides(settings, task, sorter, **changes)
+                compute = partial(sparsifiers.sparse_training, run, method, seed)
                 found.append(_part(compute, "training", method, 0, TRAINED_DENSITY, seed, name, sorter))
     return found
 

@@ -1,4 +1,4 @@
-"""Sparsifiers in a study: names that carry options, what they do to made-up gradients, how they train."""
+"""Sparsifiers in a study: names that carry options, what they do to synthetic gradients, how they train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, SparseAverager, Sparsifier, make_sparsifier
+from experiments.report.names import readable, task_name
 from experiments.studies.base import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.studies.training import train
@@ -25,7 +26,7 @@ RULES = (STATIC, "exdyna,rule=paper", "exdyna,rule=relative", OURS)
 THRESHOLDS = tuple(f"exdyna,rule=relative,threshold={t}" for t in ("counted", "proportional", "paper", "fixed"))
 ABLATED = (DENSE, OURS, STATIC, FIXED, FORGETFUL, TOPK)
 RESNET = "cifar10, ResNet-18"
-TASK_NAMES = {"lstm_wiki2": "LSTM-WikiText-2", "cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}
+MODELS = {"cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}  # tasks that this study has with two models
 TRAINED_DENSITY = 0.01
 
 REDUCTIONS, REPEATS = 3, 7  # before times are taken, and how often they are
@@ -42,12 +43,17 @@ def options_of(method: str) -> tuple[str, dict]:
     return name, {key: yaml.safe_load(value) for key, value in (option.split("=") for option in options)}
 
 
-def label(method: str) -> str:
+def method_label(method: str) -> str:
     """As figures, tables and verdicts name it."""
     name, *options = method.split(",")
     if method == PUBLISHED:
         return "ExDyna as published"
-    return ", ".join([SPARSIFIERS[name].label, *(SHORT.get(o, o.replace("rule=", "rule ")) for o in options)])
+    plain = getattr(SPARSIFIERS[name], "label", None) or readable(name)
+    return ", ".join([plain, *(SHORT.get(option, option.replace("rule=", "rule ")) for option in options)])
+
+
+def task_label(task: str) -> str:
+    return MODELS.get(task) or task_name(task)
 
 
 def build(method: str, workers: int, dim: int, density: float, **more: object) -> Sparsifier:
@@ -55,7 +61,7 @@ def build(method: str, workers: int, dim: int, density: float, **more: object) -
     return make_sparsifier(name, workers=workers, dim=dim, density=density, **options, **more)
 
 
-# -- made-up gradients ------------------------------------------------------------------------------------------------
+# -- synthetic gradients ----------------------------------------------------------------------------------------------
 
 
 def layered(

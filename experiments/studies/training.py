@@ -25,7 +25,6 @@ from experiments.training.loop import Trainer
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
-TASK_NAMES = {"lr_hmda": "LR-HMDA", "mlp_m4": "MLP-M4", "cifar10": "CIFAR-10"}
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
 
 
@@ -90,6 +89,11 @@ def outcome(epochs: list[dict]) -> dict[str, list]:
     means = {name: float(np.mean([line[name] for line in last_quarter if name in line] or [np.nan])) for name in names}
     row = {"start_loss": epochs[0]["train_loss"], **means}
     return {key: significant([value]) for key, value in row.items()} | {"epochs_done": [len(epochs) - 1]}
+
+
+def test_metric(task: str) -> str:
+    """What tables and verdicts show of the test set."""
+    return TEST_METRICS.get(task, "test_loss")
 
 
 class _Epochs:

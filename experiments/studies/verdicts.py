@@ -1,4 +1,4 @@
-"""From measurements over seeds to verdicts: estimates with confidence intervals, and what they say about a claim."""
+"""From measurements over seeds to verdicts: what estimates with confidence intervals say about a claim."""
 
 from __future__ import annotations
 
@@ -6,35 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import pandas as pd
-
-from experiments.report.statistics import t_quantile
-from experiments.report.tables import markdown
+from experiments.report.statistics import Estimate, estimate
+from experiments.report.text import markdown, signed
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds with its confidence interval; one seed says nothing about the spread. What is `counted`, not
-    measured, has neither seeds nor interval."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-    counted: bool = False
-
-    def __str__(self) -> str:
-        if self.counted:
-            return f"{_signed(self.mean)}, counted"
-        if not self.seeds:
-            return "–"
-        if self.seeds < 2:
-            return f"{_signed(self.mean)}, one seed"
-        return f"{_signed(self.mean)} [{_signed(self.low)}, {_signed(self.high)}]"
 
 
 @dataclass(frozen=True)
@@ -48,8 +23,8 @@ class Claim:
     @property
     def threshold(self) -> str:
         if math.isinf(self.least):
-            return f"≤ {_signed(self.most)}"
-        return f"≥ {_signed(self.least)}" if math.isinf(self.most) else f"{_signed(self.least)} … {_signed(self.most)}"
+            return f"≤ {signed(self.most)}"
+        return f"≥ {signed(self.least)}" if math.isinf(self.most) else f"{signed(self.least)} … {signed(self.most)}"
 
 
 @dataclass(frozen=True)
@@ -72,19 +47,9 @@ class Verdict:
         }
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % interval of independent values, one per seed, by Student's t; NaNs don't count."""
-    values = np.asarray(values, dtype=float)
-    values = values[np.isfinite(values)]
-    if len(values) < 2:
-        return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf, len(values))
-    half = t_quantile(len(values) - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(len(values))
-    return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
-
-
-def counted(value: float) -> Estimate:
-    """A number that would be the same in every repetition."""
-    return Estimate(value, value, value, 0, counted=True)
+def judge_mean(words: str, values: Sequence[float], note: str = "", unless: str = "", **limits: float) -> Verdict:
+    """The claim that the mean of `values`, one per seed, lies between `least` and `most`."""
+    return judge(Claim(words, **limits), estimate(values), note, unless)
 
 
 def judge(claim: Claim, measured: Estimate, note: str = "", unless: str = "") -> Verdict:
@@ -123,23 +88,5 @@ def _answer(claim: Claim, measured: Estimate) -> str:
     return FAILS if measured.high < claim.least or measured.low > claim.most else UNDECIDED
 
 
-def power_exponents(table: pd.DataFrame, x: str, y: str) -> pd.Series:
-    """The exponent of y ∝ x^exponent by least squares on logarithms, one fit per seed.
-
-    Seeds are what repeats independently, so that the spread of their exponents, and not that of points around one line,
-    is the uncertainty.
-    """
-
-    def exponent(rows: pd.DataFrame) -> float:
-        return float(np.polyfit(np.log(rows[x]), np.log(rows[y]), 1)[0]) if rows[x].nunique() > 1 else math.nan
-
-    return pd.Series({seed: exponent(rows) for seed, rows in table.groupby("seed")}, name="exponent")
-
-
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
     return markdown([verdict.cells() for verdict in verdicts])
-
-
-def _signed(value: float) -> str:
-    """Three significant digits, with a real minus sign."""
-    return f"{value:.3g}".replace("-", "−")

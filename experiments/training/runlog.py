@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -11,8 +10,9 @@ from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import LABELS
-from experiments.store.files import append_line, replacing, write_atomically
-from experiments.store.records import environment, now, read_manifest, read_metrics
+from experiments.store import records
+from experiments.store.files import replacing
+from experiments.store.records import now, read_manifest, read_metrics
 from experiments.training.config import Run
 
 NONE_YET = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # metrics of a run that begins
@@ -23,8 +23,8 @@ class RunLog:
 
     def __init__(self, run: Run, active: bool) -> None:
         self.directory, self.active = run.directory, active
-        self.metrics_path = run.directory / "metrics.jsonl"
-        self.manifest_path = run.directory / "manifest.json"
+        self.metrics_path = run.directory / records.METRICS
+        self.manifest_path = run.directory / records.MANIFEST
         self._phases: list[dict] = []  # seconds of every epoch, by phase
         self._manifest: dict = {}
 
@@ -46,8 +46,7 @@ class RunLog:
         with replacing(self.metrics_path) as file:
             file.write(kept)
         self._phases = [line["phases"] for line in read_metrics(self.metrics_path)]
-        self._manifest = {
-            "status": "running",
+        what = {
             "name": run.config.name,
             "task": run.config.task.name,
             "sorter": run.config.sorter.name,
@@ -61,25 +60,22 @@ class RunLog:
             "sizes": sizes,
             "processes": world_size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            **environment(),
-            "started": before.get("started", now()),
-            "resumed": [] if metrics is None else [*before.get("resumed", []), now()],
         }
+        resumed = [] if metrics is None else [*before.get("resumed", []), now()]
+        self._manifest = records.begin(what, before) | {"resumed": resumed}
         self._write_manifest()
 
     def record(self, metrics: dict) -> None:
         """One finished epoch."""
         if not self.active:
             return
-        append_line(self.metrics_path, metrics)
+        records.append(self.directory, metrics)
         self._phases.append(metrics["phases"])
 
     def finish(self, status: str, reason: str | None = None) -> None:
         """status: finished, interrupted or diverged."""
         if self.active and self._manifest:
-            self._manifest |= {"status": status, "ended": now()}
-            if reason:
-                self._manifest["reason"] = reason
+            self._manifest = records.finish(self._manifest, status, **({"reason": reason} if reason else {}))
             self._write_manifest()
 
     def _write_manifest(self) -> None:
@@ -88,13 +84,12 @@ class RunLog:
         mean = {name: round(sum(phases[name] for phases in self._phases) / epochs, 6) for name in names}
         training = sum(seconds for phase, seconds in mean.items() if phase != "evaluation")
         timing = {"seconds_per_epoch": round(training, 6), "phases": mean}
-        content = self._manifest | {"updated": now(), "timing": timing}
-        write_atomically(self.manifest_path, json.dumps(content, indent=1) + "\n")
+        records.write_manifest(self.manifest_path, self._manifest | {"updated": now(), "timing": timing})
 
 
 def measured(directory: Path) -> dict:
     """How long a run's metrics are, and their checksum."""
-    path = directory / "metrics.jsonl"
+    path = directory / records.METRICS
     content = path.read_bytes() if path.exists() else b""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 

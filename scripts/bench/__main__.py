@@ -15,9 +15,10 @@ import sys
 
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import DEVICES, pick_device
+from experiments.store import bench as store
 from scripts.arguments import Parser
 from scripts.bench import balance, dropin, epoch, memory, peers, traffic
-from scripts.bench.measure import SIZES, now, store
+from scripts.bench.measure import SIZES, manifest, measured
 
 BENCHMARKS = {
     "balance": balance.measure,
@@ -35,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         device = pick_device(options.device).type
         for name in BENCHMARKS if options.name == "all" else [options.name]:
             print(f"{name} on {device}", flush=True)
-            began, rows = now(), BENCHMARKS[name](device, options.size)
+            began, rows = manifest(device, options.size), BENCHMARKS[name](device, options.size)
             if rows:
-                print(f"  -> {store(name, device, rows, options.size, began)}", flush=True)
+                print(f"  -> {store.write(name, device, rows, measured(began))}", flush=True)
     except CdgrabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance import kernels
+from experiments.studies.timing import finish_on
 from experiments.training import loop as train
 from scripts.bench.flips import count_flips, some_rows
-from scripts.bench.measure import alternately, finish_on, summary
+from scripts.bench.measure import alternately, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
 BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**32}  # of a block

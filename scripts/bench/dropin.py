@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cdgrab import OrderedBatchSampler
 from experiments.report.statistics import paired_p
-from scripts.bench.measure import summary, under_torchrun
+from experiments.studies.timing import under_torchrun
+from scripts.bench.measure import summary
 
 PROCESSES, BATCH = 4, 32
 EPOCHS = {"smoke": 2, "quick": 20, "full": 30}

@@ -19,16 +19,15 @@ import torch
 
 from cdgrab.balance import kernels
 from cdgrab.runtime import group as workers
+from experiments.studies.timing import SORTERS, make_trainer, train_epoch, under_torchrun
 from experiments.training.config import compose
 from experiments.training.memory import return_freed_memory
-from scripts.bench.epoch import make_trainer, train_epoch
-from scripts.bench.measure import summary, under_torchrun
+from scripts.bench.measure import summary
 
 WORKERS = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
 RUNS = {"smoke": 1, "quick": 1, "full": 5}  # each gives a number per process
 STEPS = {"smoke": 4, "quick": 8, "full": 40}
 EPOCHS = 2
-SORTERS = ("d_rr", "cd_grab")
 
 
 def measure(device: str, size: str) -> list[dict]:

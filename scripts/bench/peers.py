@@ -22,13 +22,13 @@ from torch.func import functional_call, grad_and_value, vmap
 import cdgrab
 from cdgrab.runtime.group import WorkerGroup
 from experiments.data import cifar10
+from experiments.studies.timing import finish_on, train_epoch
 from experiments.tasks import make_task
 from experiments.tasks.base import Task, initialised
 from experiments.training.config import Run, compose
 from experiments.training.gradients import FlatParameters
 from experiments.training.loop import Trainer
-from scripts.bench.epoch import train_epoch
-from scripts.bench.measure import finish_on, summary
+from scripts.bench.measure import summary
 
 BATCH, MOMENTUM = 16, 0.9
 PEERS = {"grab": "MeanBalance", "grab_pair": "PairBalance"}

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.runtime import group as workers
+from experiments.studies.timing import SORTERS, train_epoch, under_torchrun
 from experiments.tasks.base import Task
 from experiments.training.config import Run, compose
 from experiments.training.loop import Trainer
-from scripts.bench.epoch import train_epoch
-from scripts.bench.measure import under_torchrun
 
 DIM = {"smoke": 40_000, "quick": 1_080_000, "full": 1_080_000}  # the LSTM's
 PROCESSES = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
@@ -105,9 +104,7 @@ def bytes_per_step(sorter: str, count: int, units_per_step: int, dim: int) -> fl
 def main(target: str, *cases: str) -> None:
     """cases: workers/units per step/dim"""
     torch.set_num_threads(1)
-    found = [
-        {sorter: bytes_per_step(sorter, *map(int, case.split("/"))) for sorter in ("d_rr", "cd_grab")} for case in cases
-    ]
+    found = [{sorter: bytes_per_step(sorter, *map(int, case.split("/"))) for sorter in SORTERS} for case in cases]
     Path(f"{target}{workers.launched_rank()}").write_text(json.dumps(found))
     workers.disconnect()
 

@@ -1,0 +1,15 @@
+"""Types for annotations, without importing pandas or matplotlib, which take longer than most commands do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from pandas import DataFrame, Series
+else:
+    Axes = Axis = Figure = DataFrame = Series = Any
+
+__all__ = ["Axes", "Axis", "DataFrame", "Figure", "Series"]

@@ -1,0 +1,123 @@
+"""What figures, tables and verdicts call things. A name that is not listed here still gets a readable one."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from cdgrab.sorters import LABELS, SORTERS
+
+BASELINE, OURS, UNCOORDINATED = "d_rr", "cd_grab", "id_grab_pair"
+LOSS, BOUND = "train_loss", "herding_per_step"
+
+ALONE = "grab_pair"  # one worker that holds the units of all: free to order them as it likes
+ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
+OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
+PUBLISHED_SORTERS = {
+    "CD-GraB": "cd_grab",
+    "D-RR": "d_rr",
+    "ID-GraB (Bal)": "id_grab_bal",
+    "ID-GraB (PairBal)": "id_grab_pair",
+}
+COLOURS = {
+    "cd_grab": "#c4322b",
+    "d_rr": "#3465a4",
+    "d_rr,shared=true": "#86a9d1",
+    "id_grab_pair": "#e69f00",
+    "id_grab_bal": "#009e73",
+    "grab": "#009e73",
+    "grab_pair": "#e69f00",
+    "riffle": "#7b5ea7",
+    "kh": "#56a0c9",
+    "flip_flop": "#8c6d46",
+    "shuffle_once": "#777777",
+}
+OTHER_COLOURS = ("#d66bb0", "#2f8f8b", "#a5a000", "#5b3a8e", "#b05a1e", "#4c8f2f", "#1f5f9e", "#8f1f4c")
+
+TASKS = {
+    "lr_hmda": "LR-HMDA",
+    "lstm_wiki2": "LSTM-WikiText-2",
+    "mlp_m4": "MLP-M4",
+    "cifar10": "CIFAR-10",
+    "gpt2_wiki103": "GPT2-WikiText-103",
+    "glue": "GLUE",
+}
+COUNTED = {  # what the rows of a task's data are
+    "lr_hmda": "applications",
+    "lstm_wiki2": "words",
+    "mlp_m4": "windows",
+    "cifar10": "pictures",
+    "gpt2_wiki103": "tokens used",
+    "glue": "examples",
+}
+GLUE = ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE")  # the paper's table, then what it leaves out
+
+METRICS = {
+    "train_loss": "full train loss",
+    "test_accuracy": "test accuracy (%)",
+    "test_ppl": "test perplexity",
+    "test_ppl_authors": "test perplexity, as published",
+    "val_ppl": "validation perplexity",
+    "val_ppl_authors": "validation perplexity, as published",
+    "val_accuracy": "validation accuracy (%)",
+    "val_accuracy_mm": "mismatched validation accuracy (%)",
+    "test_smape": "test SMAPE",
+    "herding_per_vector": "herding bound, per vector",
+    "herding_per_step": "herding bound, per step (eq. 8)",
+    "elapsed": "training time (s)",
+}
+WORDS = {"val": "validation", "ppl": "perplexity", "lr": "learning rate"}
+HIGHER_IS_BETTER = ("accuracy", "bleu", "rouge", "f1", "auc", "score")
+COLUMN_TITLES = {"workers": "{:g} workers", "task.lr": "lr {:g}"}
+
+
+def kind(sorter: str) -> str:
+    """The sorter of a variant such as "cd_grab,rule=walk"."""
+    return sorter.partition(",")[0]
+
+
+def sorter_label(sorter: str, known_as: str = "") -> str:
+    """A sorter with its options: "cd_grab,rule=walk" is "CD-GraB, random walk". `known_as`: its name without them."""
+    name, *options = sorter.split(",")
+    words = [OPTIONS.get(option.lower(), option.replace("sketch_size=", "sketch of ")) for option in options]
+    return ", ".join([known_as or ONE_WORKER.get(name) or _registered(name) or readable(name), *filter(None, words)])
+
+
+def sorter_colour(sorter: str) -> str:
+    """A sorter without a colour of its own gets one of a few others, the same in every figure."""
+    name = kind(sorter)
+    known = COLOURS.get(sorter.lower()) or COLOURS.get(name)
+    return known or OTHER_COLOURS[crc32(name.encode()) % len(OTHER_COLOURS)]
+
+
+def sorter_style(sorter: str) -> dict:
+    """Colour and dashes of a sorter's line; one worker that holds all units is grey and dotted."""
+    if sorter in ONE_WORKER:
+        return {"color": "0.25" if sorter == ALONE else "0.6", "ls": (0, (1, 1.2))}
+    return {"color": sorter_colour(sorter), "ls": "-"}
+
+
+def task_name(task: str) -> str:
+    return TASKS.get(task) or readable(task)
+
+
+def metric_label(metric: str) -> str:
+    """val_bleu is "validation bleu" although nobody has listed it."""
+    return METRICS.get(metric) or readable(metric)
+
+
+def higher_is_better(metric: str) -> bool:
+    return any(word in metric for word in HIGHER_IS_BETTER)
+
+
+def column_title(setting: str, value: object) -> str:
+    """64 workers; lr 0.001; MNLI."""
+    return COLUMN_TITLES.get(setting, "{}").format(value)
+
+
+def readable(name: str) -> str:
+    return " ".join(WORDS.get(word, word) for word in name.split("_"))
+
+
+def _registered(name: str) -> str:
+    """What the library calls it, also when somebody has added it since."""
+    return LABELS.get(name) or getattr(SORTERS.get(name), "label", "")

@@ -1,0 +1,126 @@
+"""How every figure of the project is drawn: one style, lines with bands, axes, legends, captions, files.
+
+matplotlib is imported when the first figure is drawn; nothing that only computes has to wait for it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from pathlib import Path
+
+import numpy as np
+
+from experiments.report.kinds import Axes, Axis, Figure, Series
+from experiments.report.statistics import estimate
+from experiments.store.files import RESULTS
+
+STYLE = str(Path(__file__).with_name("paper.mplstyle"))
+DASHED = (0, (4, 2))
+PUBLISHED = {"ls": DASHED, "lw": 1.1}  # the paper's curves
+DOTS = {"marker": "o", "ms": 3.4}
+GREY = {"color": "0.6", "lw": 0.8}  # lines to compare with
+SMALL = {"fontsize": 6.5, "color": "0.35"}
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """A function that draws a figure, in the style of the project."""
+
+    @wraps(draw)
+    def drawn(*arguments, **options) -> Figure:
+        import matplotlib.pyplot as plt
+
+        with plt.style.context(STYLE):
+            return draw(*arguments, **options)
+
+    return drawn
+
+
+def panels(rows: int, columns: int, width: float, height: float, **shared: object) -> tuple[Figure, np.ndarray]:
+    """A figure of so many inches and its panels, [rows, columns]."""
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **shared)
+
+
+def band(panel: Axes, x: Iterable, mean: Iterable, low: Iterable, high: Iterable, alpha: float = 0.18, **style) -> None:
+    """A line and what lies between `low` and `high` around it."""
+    panel.plot(x, mean, **style)
+    panel.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
+
+
+def mean_std(panel: Axes, x: Iterable, mean: Series, std: Series, **style) -> None:
+    band(panel, x, mean, mean - std, mean + std, **style)
+
+
+def estimates(panel: Axes, by_x: Mapping[float, Series], alpha: float = 0.15, **style) -> None:
+    """Means of values over seeds, with their 95 % intervals where every x has one."""
+    x, values = list(by_x), [estimate(some) for some in by_x.values()]
+    panel.plot(x, [value.mean for value in values], **DOTS | style)
+    if values and all(np.isfinite(value.low) for value in values):
+        low, high = [value.low for value in values], [value.high for value in values]
+        panel.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
+
+
+def whole_numbers(axis: Axis, most: int | str = "auto", **options) -> None:
+    """Ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, integer=True, **options))
+
+
+def log_ticks(axis: Axis) -> None:
+    """1, 2, 5, 10, … in plain numbers, on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def ticks_at(axis: Axis, values: Iterable[float]) -> None:
+    """Exactly these, in plain numbers."""
+    from matplotlib.ticker import NullLocator
+
+    values = list(values)
+    axis.set_ticks(values, [f"{value:g}" for value in values])
+    axis.set_minor_locator(NullLocator())
+
+
+def finish(figure: Figure, title: str, caption: str) -> Figure:
+    """Legend and title above the panels, caption below; sizes in inches, so that wide and tall figures look alike."""
+    width, height = figure.get_size_inches()
+    entries = {
+        label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    rows = -(-len(entries) // max(1, int(width / 1.5)))
+    columns = -(-len(entries) // max(1, rows))  # rows of about equal length
+    figure.text(0.5, 1 - 0.06 / height, title, ha="center", va="top", fontsize="large", fontweight="bold")
+    figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)
+    lines = textwrap.wrap(caption, int(width * 21))
+    figure.text(0.5, 0.03 / height, "\n".join(lines), ha="center", **SMALL)
+    bottom = 0.2 + 0.11 * max(0, len(lines) - 2)
+    figure.tight_layout(rect=(0, bottom / height, 1, 1 - (0.26 + 0.2 * rows) / height))
+    return figure
+
+
+def save(figure: Figure, name: str) -> list[Path]:
+    """PNG and PDF under results/figures; the same results give the same bytes."""
+    import matplotlib.pyplot as plt
+
+    folder = RESULTS / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
+    with plt.style.context(STYLE):
+        figure.savefig(paths[0])
+        figure.savefig(paths[1], metadata={"CreationDate": None})
+    return paths
+
+
+def show() -> None:
+    """What was drawn, in a notebook."""
+    import matplotlib.pyplot as plt
+
+    plt.show()

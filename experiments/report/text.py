@@ -1,0 +1,44 @@
+"""Numbers and tables as text."""
+
+from __future__ import annotations
+
+from experiments.report.kinds import Series
+from experiments.store.files import RESULTS
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A Markdown table; every row has the same keys."""
+    lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {cells} |" for cells in lines[1:])])
+
+
+def save(text: str, name: str) -> None:
+    """results/figures/<name>.md, next to the figure of the same name."""
+    path = RESULTS / "figures" / f"{name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def signed(value: float) -> str:
+    """Three significant digits, with a real minus sign."""
+    return minus(f"{value:.3g}")
+
+
+def minus(text: object) -> str:
+    return f"{text}".replace("-", "−")
+
+
+def mean_std(values: Series, digits: int, ddof: int = 0, sign: str = "") -> str:
+    """3.00 ± 0.82. One value has no spread; – where there is none."""
+    if not len(values):
+        return "–"
+    spread = f" ± {values.std(ddof=ddof):.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():{sign}.{digits}f}{spread}"
+
+
+def plural(count: int, word: str) -> str:
+    """1 seed, 2 seeds; 1 process, 2 processes."""
+    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith("s") else "s")

@@ -1,0 +1,114 @@
+"""Epochs with a clock: D-RR and CD-GraB trained in the same processes, epoch by epoch in turn.
+
+`python -m experiments.studies.timing FILE epochs least_seconds settings…`, under torchrun or alone, writes to FILE0
+what `in_turn` finds. Beside seconds stand CPU seconds, of all processes together: what else runs on the machine hardly
+changes these.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime import group as workers
+from experiments.tasks import make_task
+from experiments.tasks.base import Task
+from experiments.training.clock import Clock
+from experiments.training.config import Run, compose
+from experiments.training.launcher import torchrun
+from experiments.training.loop import Trainer
+from experiments.training.memory import keep_freed_memory
+
+SORTERS = ("d_rr", "cd_grab")
+MOST_EPOCHS = 100
+
+
+def under_torchrun(module: str, processes: int, arguments: Sequence[object]) -> list:
+    """What each process of `python -m module FILE arguments…` writes to FILE<rank> as JSON, in rank order."""
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "found"
+        if torchrun(["-m", module, str(target), *map(str, arguments)], processes):
+            raise CdgrabError(f"{module} failed on {processes} processes; its message is above")
+        found = sorted(Path(scratch).glob("found*"), key=lambda path: int(path.name.removeprefix("found")))
+        return [json.loads(path.read_text()) for path in found]
+
+
+def finish_on(device: str) -> Callable[[], None]:
+    """Waits for what was started on a device."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def make_trainer(run: Run, task: Task | None = None) -> Trainer:
+    """Its traffic is counted apart from that of others. A task knows nothing of runs: several may share it."""
+    torch.set_num_threads(run.config.threads)
+    device = workers.pick_device(run.config.device)
+    task = task or make_task(run.config, run.source, device)
+    return Trainer(run, task, workers.connect(run.config.workers), device)
+
+
+def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) -> tuple[Tensor, dict]:
+    """One epoch as `Trainer.fit` has it, without the evaluation, and with the next order at its end: whatever is
+    decided beside the training must not reach into the other sorter's epoch. Returns that order and the times."""
+    trainer.group.barrier()
+    wait()
+    start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
+    trainer.position = 0
+    trainer.train_epoch(order, clock, tqdm(disable=True))
+    order = trainer.sorter.order(epoch + 1)
+    wait()
+    clock.lap("ordering")
+    trainer.group.barrier()
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    return order, {"seconds": seconds, "cpu_seconds": cpu_seconds, "phases": clock.seconds}
+
+
+def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
+    """The times of at least so many epochs and seconds, by sorter, after one of each that warms up; and `what` was
+    trained. The same in every process, but for the seconds."""
+    runs = {sorter: compose([*settings, f"sorter={sorter}"]) for sorter in SORTERS}
+    some = make_trainer(runs["d_rr"])
+    trainers = {"d_rr": some, "cd_grab": make_trainer(runs["cd_grab"], some.task)}
+    orders = {sorter: trainer.sorter.order(0) for sorter, trainer in trainers.items()}
+    found, epoch, wait = {sorter: [] for sorter in SORTERS}, 0, finish_on(some.device.type)
+    with torch.no_grad():
+        while epoch <= epochs:
+            for sorter, trainer in trainers.items():
+                orders[sorter], times = train_epoch(trainer, orders[sorter], epoch, wait)
+                found[sorter] += [times] if epoch else []
+            if epoch == 1:  # how many more: the first process decides for all
+                more = torch.tensor([least_seconds / found[SORTERS[0]][0]["seconds"]], dtype=torch.float64)
+                epochs = max(epochs, min(MOST_EPOCHS, int(some.group.gather(more)[0])))
+            epoch += 1
+    sent = {sorter: _most_sent(trainer.group) // (trainer.steps * epoch) for sorter, trainer in trainers.items()}
+    for sorter in SORTERS:  # one's wait is another's work: CPU time of all processes together
+        of_this = torch.tensor([times["cpu_seconds"] for times in found[sorter]], dtype=torch.float64)
+        for times, cpu_seconds in zip(found[sorter], some.group.all_reduce(of_this).tolist(), strict=True):
+            times["cpu_seconds"] = cpu_seconds
+    what = {"workers": some.config.workers, "steps": some.steps, "dim": some.flat.dim}
+    return found | {"what": what | {"data": some.run.source.description, "bytes_per_step": sent}}
+
+
+def _most_sent(group: workers.WorkerGroup) -> int:
+    """Bytes, by the process that sent most."""
+    return int(group.gather(torch.tensor([group.traffic.sent])).max())
+
+
+def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
+    keep_freed_memory()
+    found = in_turn(int(epochs), float(least_seconds), settings)
+    if workers.launched_rank() == 0:
+        Path(f"{target}0").write_text(json.dumps(found))
+    workers.disconnect()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
