@@ -131,9 +131,9 @@ def on_gpu():
     """(kernels.gpu, device): on a GPU, or on the CPU by Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
-        yield kernels.gpu, "cuda"
+        yield kernels.optional("gpu"), "cuda"
         return
-    yield kernels.gpu, "cpu"
+    yield kernels.optional("gpu"), "cpu"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_flips_are_counted_and_those_beyond_rounding_told_apart():
 def test_launches_are_timed_apart():
     rows, running = torch.randn(4, 64, 62_006, device="cuda"), torch.zeros(1, 62_006, dtype=torch.float64).cuda()
     limits = torch.zeros(4, 64, dtype=torch.float64).cuda()
-    found = balance.launches(lambda: kernels.balance(rows, running, limits), 4, 3)
+    found = balance.launches(kernels.optional("gpu"), lambda: kernels.balance(rows, running, limits), 4, 3)
     assert found["gram_us"] > 0 and found["walk_us"] > 0
 
 

@@ -130,8 +130,8 @@ class Heard(WorkerGroup):
         super().__init__(workers)
         object.__setattr__(self, "answers", [])
 
-    def total(self, tensor: Tensor) -> Tensor:
-        return self._kept(super().total(tensor))
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._kept(super().all_reduce(tensor))
 
     def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
         return self._kept(super().from_worker(worker, tensor))
@@ -148,7 +148,7 @@ class HeardAgain(WorkerGroup):
         super().__init__(workers, worker, workers)
         object.__setattr__(self, "answers", iter(answers))
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return next(self.answers)
 
     def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
@@ -158,12 +158,12 @@ class HeardAgain(WorkerGroup):
 def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
     sparsifier.group.answers.clear()
     copy(sparsifier).prepare(rows)
-    seconds = []
+    of_workers, seconds = sparsifier.state_dict()["per_worker"], []
     for worker, row in enumerate(rows.split(1)):
         alone = copy(sparsifier)
         alone.group = HeardAgain(len(rows), worker, sparsifier.group.answers)
-        for name in alone.per_worker:
-            setattr(alone, name, getattr(alone, name)[worker : worker + 1])
+        for name, values in of_workers.items():
+            setattr(alone, name, values[worker : worker + 1])
         start = time.perf_counter()
         alone.prepare(row)
         alone.select(row)
