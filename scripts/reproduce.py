@@ -10,19 +10,26 @@ Runs that are already complete are not repeated; interrupted ones go on. Task na
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import subprocess
 import sys
+
+from experiments import early  # before the imports that take seconds
+
+if __name__ == "__main__":
+    early.listen()
 
 from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError
+from experiments import launch
 from experiments.report import tables as report
 from experiments.report.runs import Group, groups, sweeps, without
 from experiments.report.text import save
 from experiments.store.files import RESULTS, ROOT
 from experiments.tasks import locate_data
 from experiments.training.config import Run, compose, compose_config
+from experiments.training.session import DIVERGED, REFUSED
 from scripts.arguments import Parser, positive
 from scripts.notebook import execute
 
@@ -35,7 +42,6 @@ EXPERIMENTS = {
     "gpt2-wiki103": ("fig11_gpt2_wiki103",),
     "glue": ("table1_glue",),
 }
-REFUSED, DIVERGED = 2, 3
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -118,8 +124,8 @@ def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: in
     for sweep in config.sweeps[config.size]:
         changes = [f"{key}={value}" for key, value in sweep.items()]
         seed = f"seed=range(0,{seeds or config.seeds[config.size]})"
-        command = ["-m", "experiments.launch", "-m", f"experiment={experiment}", *changes, *overrides, seed]
-        done = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        with contextlib.chdir(ROOT):
+            done = launch.main(["-m", f"experiment={experiment}", *changes, *overrides, seed])
         if done not in (0, DIVERGED):
             return done
         status = status or done

@@ -8,14 +8,14 @@ import exchange_checks
 import sparsify_checks
 
 from cdgrab.runtime import group as workers
-from experiments.train import train
 from experiments.training.config import compose
+from experiments.training.session import carry_out
 
 
 def main(folder, runs):
     """The processes stay connected throughout: to connect anew they would meet at addresses that others have left."""
     for overrides in json.loads(runs):
-        train(compose(overrides))
+        carry_out(compose(overrides))
     exchange_checks.main(f"{folder}/exchange")
     sparsify_checks.main(f"{folder}/sparsify")
     dropin_checks.main(f"{folder}/dropin")

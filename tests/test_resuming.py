@@ -21,6 +21,7 @@ from experiments.store import checkpoint
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
+from experiments.training import session, signals
 from experiments.training.config import compose
 from experiments.training.loop import Trainer
 from experiments.training.runlog import RunLog
@@ -215,7 +216,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
     settings += [f"data_root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}", "epochs=2", "resume=true"]
     run = compose(settings)
     (tmp_path / "run").mkdir()
-    made = train.built(run, WorkerGroup(4), torch.device("cpu"))
+    made = session.build_trainer(run, WorkerGroup(4), torch.device("cpu"))
     with pytest.raises(Stopped):
         made.fit(Log(), quiet=True, stop=lambda: signal.SIGTERM)
     with open(books / "two.txt", "a") as file:
@@ -238,7 +239,7 @@ def test_a_damaged_checkpoint_is_said_once_and_in_the_log(undisturbed, tmp_path,
 def test_a_run_stopped_in_its_first_epoch_knows_when_it_began(undisturbed, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     asked = count()
-    monkeypatch.setattr(train.signals.StopRequest, "__call__", lambda stop_request: signal.SIGTERM * (next(asked) == 1))
+    monkeypatch.setattr(signals.StopRequest, "__call__", lambda stop_request: signal.SIGTERM * (next(asked) == 1))
     assert train.main([*SHORT, f"run_dir={folder}"]) == 75
     assert read_metrics(folder / "metrics.jsonl") == []
     monkeypatch.undo()

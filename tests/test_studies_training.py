@@ -18,8 +18,8 @@ from experiments.studies import learning_rate, sorters
 from experiments.studies.paired import difference
 from experiments.studies.training import outcome, overrides, train
 from experiments.tasks import make_task
-from experiments.train import train as ordinary_run
 from experiments.training.config import compose
+from experiments.training.session import carry_out as ordinary_run
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 

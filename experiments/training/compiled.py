@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+
+from experiments.training.tracing import recorded
 
 aten = torch.ops.aten
 
@@ -75,7 +76,7 @@ def side_by_side(functions: list[Callable], device: torch.device) -> list:
 
 def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
     with torch.no_grad():
-        graph = make_fx(function)(*inputs)
+        graph = recorded(function, inputs)
         simplify(graph)
         if inputs[0].device.type != "cpu":
             return graph

@@ -1,20 +1,22 @@
-"""The launcher that make and sweeps go through: one run, through torchrun, on this machine or on several."""
+"""What carries out the runs of a sweep: this process, one after the other, or torchrun where a run needs several."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
+import signal
 import sys
+from functools import partial
 
 import torch
 
-from cdgrab.errors import CdgrabError, MissingError, Stopped, file_error
-from cdgrab.runtime import torchrun as runtime
+from cdgrab.errors import CdgrabError, MissingError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
-from experiments.train import MISSING, REFUSED, may_start
-from experiments.training.config import compose
+from experiments.training.config import Run, compose
+from experiments.training.session import MISSING, REFUSED, carry_out, exit_status, may_start
 from experiments.training.signals import STATUS
 
 
@@ -29,32 +31,43 @@ def process_count(wanted: int | str, workers: int) -> int:
 
 
 def launch(overrides: list[str]) -> int:
-    """Carry out one run unless it is complete; an interrupted one goes on. Returns the exit status."""
+    """Carry out one run unless it is complete; an interrupted one goes on. Returns the exit status; a signal that ends
+    the run ends the process, and with it the sweep."""
     if not any(override.startswith("resume=") for override in overrides):
         overrides = [*overrides, "resume=true"]
-    try:
-        run = compose(overrides)
-        hosts = run.config.nnodes
-        WorkerGroup(run.config.workers, world_size=hosts)  # refuses hosts and processes that do not divide the workers
-        processes = process_count(run.config.nproc, run.config.workers // hosts)
-        WorkerGroup(run.config.workers, world_size=hosts * processes)
-        if not may_start(run):
-            return 0
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    except OSError as error:
-        print(f"error: {file_error(error)}", file=sys.stderr)
-        return REFUSED
+    status = exit_status(partial(_launch, overrides))
+    gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
+    if status in STATUS.values():
+        # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
+        raise SystemExit(status)
+    return status
+
+
+def launch_all(wanted: list[list[str]]) -> list[int]:
+    """Exit statuses. A diverged run does not stop a sweep; a refused one does: the others would be refused too."""
+    statuses = []
+    for overrides in wanted:
+        statuses.append(launch(overrides))
+        if statuses[-1] == REFUSED:
+            break
+    return statuses
+
+
+def _launch(overrides: list[str]) -> int:
+    run = compose(overrides)
+    hosts = run.config.nnodes
+    WorkerGroup(run.config.workers, world_size=hosts)  # refuses hosts and processes that do not divide the workers
+    processes = process_count(run.config.nproc, run.config.workers // hosts)
+    WorkerGroup(run.config.workers, world_size=hosts * processes)
+    if not may_start(run):
+        return 0
     where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
     print(f"running {run.directory} on {run.source.description}, {where}", flush=True)
-    arguments = ["-m", "experiments.train", *overrides]
-    if hosts > 1:
-        name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts
-        meeting = {"nnodes": hosts, "rdzv": run.config.rdzv, "name": name, "restarts": run.config.restarts}
-        status = torchrun(arguments, processes, **meeting)
+    if processes == hosts == 1 and not _survives_its_death(run, overrides):
+        carry_out(run)
+        status = 0
     else:
-        status = _with_restarts(arguments, processes, run.config.restarts)
+        status = _isolated(run, ["-m", "experiments.train", *overrides], processes)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
         shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
@@ -62,8 +75,21 @@ def launch(overrides: list[str]) -> int:
     return status if status >= 0 else 128 - status  # of a process that was killed, as shells have it
 
 
+def _survives_its_death(run: Run, overrides: list[str]) -> bool:
+    """Whether it was asked for that a run on one process is started again after that is killed."""
+    return run.config.restarts > 0 and any(override.startswith("restarts=") for override in overrides)
+
+
+def _isolated(run: Run, arguments: list[str], processes: int) -> int:
+    if run.config.nnodes == 1:
+        return _with_restarts(arguments, processes, run.config.restarts)
+    name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts
+    hosts = {"nnodes": run.config.nnodes, "rdzv": run.config.rdzv, "name": name, "restarts": run.config.restarts}
+    return torchrun(arguments, processes, **hosts)
+
+
 def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
-    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays so,
+    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays refused,
     which torchrun's own restarts would not respect."""
     for left in reversed(range(restarts + 1)):
         status = torchrun(arguments, processes)
@@ -77,14 +103,19 @@ def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
 
 def torchrun(arguments: list[str], processes: int, **hosts: object) -> int:
     """The first failing rank's status; see `cdgrab.runtime.torchrun`. Ranks find this checkout's packages."""
+    from cdgrab.runtime import torchrun as runtime  # takes a second, and few runs need it
+
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")  # what is asked to end first finishes some steps
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    handlers = {number: signal.getsignal(number) for number in STATUS}
     try:
         return runtime.torchrun(arguments, processes, **hosts)
     except MissingError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISSING
     except Stopped as stop:
-        # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
         raise SystemExit(STATUS.get(stop.number, 128 + stop.number)) from None
+    finally:  # torchrun leaves its own
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

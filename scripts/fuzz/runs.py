@@ -19,7 +19,7 @@ from cdgrab.errors import CdgrabError, DivergedError
 from experiments import train
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest, read_metrics
-from experiments.training import signals
+from experiments.training import session, signals
 from experiments.training.config import compose
 from scripts.fuzz.damage import contents, damage
 from scripts.fuzz.gradients import DTYPES, NUMBERS
@@ -41,7 +41,7 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
                 assert counterfeit or _losses(folder) == whole, "another result"
             else:
                 run = compose([*overrides, f"run_dir={folder}", "resume=true"])
-                train.may_start(run, speak=False)
+                session.may_start(run, speak=False)
                 read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, lambda _: None)
         except DivergedError:  # what was made to look right was trained on
             raise
@@ -96,8 +96,8 @@ def _resumed(arguments: list[str]) -> None:
     *warnings, error = printed.getvalue().splitlines() or [""]
     assert all(line.startswith("warning: ") for line in warnings), printed.getvalue()
     if status:
-        assert status in (train.REFUSED, train.DIVERGED) and error.startswith("error: "), printed.getvalue()
-        raise CdgrabError(error) if status == train.REFUSED else DivergedError(error)
+        assert status in (session.REFUSED, session.DIVERGED) and error.startswith("error: "), printed.getvalue()
+        raise CdgrabError(error) if status == session.REFUSED else DivergedError(error)
 
 
 class Malice:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cdgrab.runtime.group import WorkerGroup
-from experiments import train
+from experiments.training import session
 from experiments.training.config import choices, compose, compose_config, flatten
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
@@ -25,9 +25,9 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
         limit = [] if "task=lr_hmda" in chosen else ["task.limit=16"]
         small = ["size=smoke", "compile=off", *limit] if build else []
         run = compose([*chosen, "data=embedded", f"run_dir={scratch / 'never made'}", *small, *overrides])
-        train.may_start(run, speak=False)
+        session.may_start(run, speak=False)
         if build:
-            train.built(run, WorkerGroup(run.config.workers), torch.device("cpu"))
+            session.build_trainer(run, WorkerGroup(run.config.workers), torch.device("cpu"))
 
     while True:
         chosen = [f"{group}={generator.choice(choices(group))}" for group in ("task", "sorter", "sparsifier")]

@@ -1,0 +1,85 @@
+"""Several runs of a sweep at the same time: each process carries out one run after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+
+from experiments import early
+from experiments.training.launcher import launch
+from experiments.training.session import REFUSED
+from experiments.training.signals import STATUS
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+class _Worker:
+    """A process, and the line on which it is sent runs and answers with their exit statuses."""
+
+    def __init__(self) -> None:
+        self.line, its_end = _spawn.Pipe()
+        self.process = _spawn.Process(target=_carry_out_runs, args=(its_end,))
+        self.process.start()
+        its_end.close()  # so that the line breaks when the process ends
+
+    def status(self) -> int:
+        """Of the run that it was sent."""
+        try:
+            return self.line.recv()
+        except EOFError:  # it has ended
+            self.process.join()
+            return self.process.exitcode if self.process.exitcode >= 0 else 128 - self.process.exitcode
+
+
+def _carry_out_runs(line: Connection) -> None:
+    early.listen()
+    while overrides := line.recv():
+        line.send(launch(overrides))
+
+
+def launch_at_once(wanted: list[list[str]], jobs: int) -> list[int]:
+    """Exit statuses. A refused run ends the sweep; a signal ends the runs under way too."""
+    waiting, statuses = deque(wanted), []
+    workers: list[_Worker] = []
+    idle: list[_Worker] = []
+    with _ending_on_signals(workers):
+        while waiting or len(idle) < len(workers):
+            while waiting and (idle or len(workers) < jobs):
+                if not idle:
+                    workers.append(_Worker())
+                    idle.append(workers[-1])
+                idle.pop().line.send(waiting.popleft())
+            answered = wait([worker.line for worker in workers])
+            for worker in [worker for worker in workers if worker.line in answered]:
+                statuses.append(worker.status())
+                if worker.process.exitcode is None:
+                    idle.append(worker)
+                else:
+                    workers.remove(worker)
+                if statuses[-1] == REFUSED:
+                    waiting.clear()
+        for worker in workers:
+            worker.line.send(None)
+    return statuses
+
+
+@contextlib.contextmanager
+def _ending_on_signals(workers: list[_Worker]) -> Iterator[None]:
+    """Nobody trains on after this."""
+    before = {number: signal.signal(number, lambda number, _: sys.exit(STATUS[number])) for number in STATUS}
+    try:
+        yield
+    except BaseException:
+        for worker in workers:
+            worker.process.terminate()
+        raise
+    finally:
+        for worker in workers:
+            worker.process.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
