@@ -50,7 +50,8 @@ class _Recording(TorchDispatchMode):
             self._made(result, node)
         else:
             for index, part in enumerate(result):
-                self._made(part, self.graph.call_function(operator.getitem, (node, index)))
+                if isinstance(part, Tensor):  # some operations leave out what nobody asked for
+                    self._made(part, self.graph.call_function(operator.getitem, (node, index)))
         return result
 
     def node(self, value: object) -> object:
