@@ -26,9 +26,9 @@ def answers_of(name, table, settings):
     return answers(TRAINING[name].verdicts(table, settings))
 
 
-def made_up(name, loss, size="paper", **more):
+def made_up(name, loss, size="paper", settings=None, **more):
     """All runs of a study that trains; `loss` and `more` are functions of a part's key."""
-    settings, rows = settings_of(name, size), []
+    settings, rows = settings or settings_of(name, size), []
     for part in TRAINING[name].parts(settings):
         if part.alone:
             continue

@@ -110,7 +110,7 @@ def differences(study: Study) -> Figure:
     figure, axes = panels(1, len(tasks), 4.3 * len(tasks) + 1.2, 0.27 * len(sorters) + 1.8, sharey=True)
     for panel, task in zip(axes[0], tasks, strict=True):
         for row, sorter in enumerate(sorters):
-            _draw(panel, difference(select(study.table, task=task), sorter), row, sorter_colour(sorter))
+            _draw(panel, difference(select(study.table, task=task), sorter), row, sorter_colour(kind(sorter)))
         panel.axvline(0, **plots.GREY, zorder=0)
         panel.set(title=task_name(task), xlabel="train loss against D-RR (%)", ylim=(len(sorters) - 0.5, -0.5))
         panel.set_yticks(range(len(sorters)), [sorter_label(sorter) for sorter in sorters])
