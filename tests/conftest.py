@@ -128,12 +128,9 @@ def assert_independent(permutations):
 
 @pytest.fixture(scope="session")
 def on_gpu():
-    """(kernels.gpu, device): on a GPU, or on the CPU by Triton's interpreter."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if torch.cuda.is_available():
-        yield kernels.optional("gpu"), "cuda"
-        return
-    yield kernels.optional("gpu"), "cpu"
+    """(the module of GPU kernels, device): on a GPU, or on the CPU by Triton's interpreter."""
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    return kernels.gpu, "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def make_rows(positions, workers, dim, dtype, strided):
 def fast(request):
     """(module, device) of a fast version."""
     if request.param == "numba":
-        return pytest.importorskip("cdgrab.balance.kernels.cpu"), "cpu"
+        return kernels.cpu, "cpu"
     if request.param == "gram":
         return kernels.gram, "cpu"
     return request.getfixturevalue("on_gpu")
@@ -60,11 +60,10 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
 
 def long_rows_by(how, monkeypatch):
     """A module whose `balance` is the version for long rows."""
-    compiled = pytest.importorskip("cdgrab.balance.kernels.cpu")
     if how == "by threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if how != "divided":
-        return types.SimpleNamespace(balance=compiled.balance)
+        return types.SimpleNamespace(balance=kernels.cpu.balance)
     monkeypatch.setattr(kernels.divided, "ROWS_AT_ONCE", 10)
     alone = lambda products: products  # noqa: E731
     return types.SimpleNamespace(balance=lambda *arguments: kernels.balance_divided(*arguments, alone))

@@ -17,11 +17,18 @@ VARIANTS = [(name, {}) for name in ALL]
 VARIANTS += [(name, {"rule": "walk", "walk_width": WIDTH}) for name in ("id_grab_bal", "id_grab_pair", "cd_grab")]
 VARIANTS += [("d_rr", {"shared": True}), ("cd_grab", {"initial": "identity"}), ("kh", {"epochs": 3, "delta": 0.1})]
 
+GRADIENT_AWARE_VARIANTS = [(name, options) for name, options in VARIANTS if name in GRADIENT_AWARE]
+
 every_sorter = pytest.mark.parametrize("name", ALL)
 every_gradient_aware = pytest.mark.parametrize("name", GRADIENT_AWARE)
-every_variant = pytest.mark.parametrize(
-    "name, options", VARIANTS, ids=["-".join([n, *(f"{k}={v}" for k, v in o.items())]) for n, o in VARIANTS]
-)
+
+
+def each(variants):
+    ids = ["-".join([name, *(f"{key}={value}" for key, value in options.items())]) for name, options in variants]
+    return pytest.mark.parametrize("name, options", variants, ids=ids)
+
+
+every_variant, every_gradient_aware_variant = each(VARIANTS), each(GRADIENT_AWARE_VARIANTS)
 
 
 @st.composite
@@ -93,7 +100,7 @@ def test_every_order_is_a_permutation_of_every_workers_units(name, options, unit
     assert torch.equal(orders.sort(dim=-1).values, torch.arange(units).expand(5, 3, units))
 
 
-@every_variant
+@every_gradient_aware_variant
 def test_negating_all_gradients_changes_nothing(name, options):
     gradients = make_gradients("random", 3, 3, 21, 5)
     as_given, negated = (run(make(name, units=21, **options), sign * gradients) for sign in (1, -1))
