@@ -228,4 +228,4 @@ def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[st
 
 
 def _match_density(trainer: Trainer) -> None:
-    trainer.loop.mean = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)
+    trainer.loop.averager = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)

@@ -1,47 +1,40 @@
-"""Tasks by name. A new task is one file here, one data loader under `cdgrab/data` and one yaml under `configs/task`."""
+"""Tasks by name. A new task is one class (see `base.Task`), its entry in `TASKS`, and a yaml with what differs from the
+defaults in configs/config.yaml: configs/task/<name>.yaml, or one beside the class's own file."""
 
 from __future__ import annotations
+
+from pkgutil import resolve_name
 
 import torch
 from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError
-from experiments.data import hmda, m4, text_blocks
-from experiments.data.cifar10 import locate as locate_cifar10
-from experiments.data.glue import locate as locate_glue
 from experiments.data.sources import Source
-from experiments.data.wikitext import locate as locate_wikitext
 from experiments.tasks.base import Task
-from experiments.tasks.cifar10 import Cifar10
-from experiments.tasks.glue import Glue
-from experiments.tasks.gpt2_wiki103 import Gpt2Wiki103
-from experiments.tasks.lr_hmda import LrHmda
-from experiments.tasks.lstm_wiki2 import LstmWiki2
-from experiments.tasks.mlp_m4 import MlpM4
 
-# name -> (class, function of the config that finds the data)
-TASKS = {
-    "cifar10": (Cifar10, lambda config: locate_cifar10(config.data, config.data_root)),
-    "glue": (Glue, lambda config: locate_glue(config.task.dataset, config.data, config.data_root)),
-    "gpt2_wiki103": (Gpt2Wiki103, lambda config: text_blocks.locate(config.data, config.data_root)),
-    "lr_hmda": (LrHmda, lambda config: hmda.locate(config.task.state, config.data, config.data_root)),
-    "lstm_wiki2": (LstmWiki2, lambda config: locate_wikitext(config.data, config.data_root)),
-    "mlp_m4": (MlpM4, lambda config: m4.locate(config.data, config.data_root)),
+# a class, or where it is found: a run loads the data and models of its own task only
+TASKS: dict[str, type[Task] | str] = {
+    "cifar10": "experiments.tasks.cifar10:Cifar10",
+    "glue": "experiments.tasks.glue:Glue",
+    "gpt2_wiki103": "experiments.tasks.gpt2_wiki103:Gpt2Wiki103",
+    "lr_hmda": "experiments.tasks.lr_hmda:LrHmda",
+    "lstm_wiki2": "experiments.tasks.lstm_wiki2:LstmWiki2",
+    "mlp_m4": "experiments.tasks.mlp_m4:MlpM4",
 }
+
+
+def task_class(name: str) -> type[Task]:
+    if name not in TASKS:
+        raise CdgrabError(f"unknown task {name!r}; the tasks are {', '.join(TASKS)}")
+    return resolve_name(TASKS[name]) if isinstance(TASKS[name], str) else TASKS[name]
 
 
 def locate_data(config: DictConfig) -> Source:
     """Where a run with this config takes its data from."""
     if config.data not in ("auto", "embedded"):
         raise CdgrabError(f"data must be auto or embedded, got {config.data!r}")
-    return _entry(config.task.name)[1](config)
+    return task_class(config.task.name).locate(config.task, config.data, config.data_root)
 
 
 def make_task(config: DictConfig, source: Source, device: torch.device) -> Task:
-    return _entry(config.task.name)[0](config.task, source, config.workers, config.seed, device)
-
-
-def _entry(name: str) -> tuple:
-    if name not in TASKS:
-        raise CdgrabError(f"unknown task {name!r}; the tasks are {', '.join(TASKS)}")
-    return TASKS[name]
+    return task_class(config.task.name)(config.task, source, config.workers, config.seed, device)

@@ -3,57 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
-from omegaconf import DictConfig
+import torch.nn.functional as F
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cdgrab import streams
-from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from experiments.data.sources import Source
 from experiments.tasks.partition import label_skewed
+from experiments.tasks.settings import Check, complaints, refuse
 
 PARTITIONS = ("random", "contiguous", "dirichlet")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Task:
-    """A task fills these in its constructor and implements `fetch`, `loss`, `totals` and `metrics`.
+    """A task has `locate`, and a constructor that sets `data` and `model`, and others of these attributes where the
+    defaults are not right; it implements `loss`, `measure` and `metrics`, or is a `Classification`.
 
     Parameters travel as a dict of named tensors: `model` is used as a function and holds no state of the run. What a
     worker hands on from one unit to the next (a recurrent state) is its `carry`, a tuple of tensors, empty for most.
     """
 
     name: str
-    config: DictConfig
-    source: Source
+    counted = "rows"  # what `rows["all"]` counts, in captions
+    settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
+    evaluated_at_once: int | None = None  # units; None: all of a worker's
+
+    data: dict[str, tuple[Tensor, ...]]  # of the splits train and test, tensors [units, ...]
     model: nn.Module
-    train_units: int  # ordered units over all workers
-    test_units: int
     train_labels: Tensor | None = None  # classes of the training units, where they have any
-    rows: dict[str, int]  # counts for the manifest; "all" is the one that captions give
-    counted = "rows"  # what that one counts
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:
+        refuse(list(complaints(OmegaConf.create({"task": config}), self.checks()).values()))
         self.config, self.source, self.workers = config, source, workers
+
+    @classmethod
+    def checks(cls) -> dict[str, Check]:
+        """What its own settings must be, by their full names."""
+        return {f"task.{key}": check for key, check in cls.settings.items()}
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        """Where its data is: `data` is auto or embedded, `root` a folder or None."""
+        raise NotImplementedError
+
+    @cached_property
+    def train_units(self) -> int:
+        """Units to be ordered, over all workers."""
+        return len(self.data["train"][0])
+
+    @cached_property
+    def test_units(self) -> int:
+        return len(self.data["test"][0])
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Counts for the manifest; "all" is the one that captions give."""
+        return {"all": self.train_units + self.test_units, "train": self.train_units, "test": self.test_units}
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         """The data of units `indices` [...]: tensors whose first dimensions are those of `indices`."""
-        raise NotImplementedError
+        return tuple(tensor[indices] for tensor in self.data[split])
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple[Tensor, ...], *batch: Tensor) -> tuple[Tensor, tuple]:
         """Mean loss of one unit, or of a stack of units along the first dimension, and the carry after it."""
         raise NotImplementedError
 
-    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        """Sums over `units` [n], the shares of one or more workers, at most a few at a time in memory."""
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        """Sums over `units` [n] by name, from which `metrics` are made."""
         raise NotImplementedError
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
-        """`train_loss` and the test metrics by name, from the totals of both splits."""
+        """`train_loss` and the test metrics by name, from what was measured on both splits."""
         raise NotImplementedError
+
+    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        """What is measured on `units` [n], those of one or more workers, a few at a time in memory."""
+        at_once = self.evaluated_at_once or max(1, len(units))
+        return add_totals([self.measure(split, parameters, some) for some in units.split(at_once)])
 
     def first_carry(self, workers: int) -> tuple[Tensor, ...]:
         """The carry of some workers at the start of an epoch, tensors [workers, ...]."""
@@ -85,6 +118,28 @@ class Task:
         return owned[: per_worker * workers].view(workers, per_worker)
 
 
+class Classification(Task):
+    """The last tensor of `data` is the class of a unit; `model` makes logits [..., classes] of the others."""
+
+    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
+        *inputs, labels = batch
+        return F.cross_entropy(functional_call(self.model, parameters, tuple(inputs)), labels), carry
+
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        *inputs, labels = self.fetch(split, units)
+        logits = functional_call(self.model, parameters, tuple(inputs))
+        losses = F.cross_entropy(logits, labels, reduction="sum")
+        return {"loss": losses, "correct": (logits.argmax(-1) == labels).sum(), "count": torch.tensor(len(labels))}
+
+    def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
+        return {
+            "train_loss": train["loss"] / train["count"],
+            "train_accuracy": 100.0 * train["correct"] / train["count"],
+            "test_loss": test["loss"] / test["count"],
+            "test_accuracy": 100.0 * test["correct"] / test["count"],
+        }
+
+
 def add_totals(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Sums of sums, in the order given, in float64."""
     total: dict[str, Tensor] = {}
@@ -104,10 +159,3 @@ def initialised(build: Callable[[], nn.Module], seed: int, dtype: str, device: t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(streams.stream(seed, "parameters").integers(2**63)))
         return build().to(device=device, dtype=DTYPES[dtype])
-
-
-def counts(config: DictConfig, least: dict[str, int], may_be_null: Iterable[str] = ()) -> None:
-    """Every named key of a task's config is a whole number of at least so much, or null where that is allowed."""
-    for key, smallest in least.items():
-        if not (config[key] is None and key in may_be_null):
-            count(f"task.{key}", config[key], smallest)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cdgrab import streams
-from cdgrab.errors import CdgrabError
 from experiments.data import encoder, glue
 from experiments.data.sources import Source, sha256
-from experiments.tasks.base import DTYPES, Task, add_totals, counts, initialised
+from experiments.tasks.base import DTYPES, Classification, initialised
 from experiments.tasks.finetuning import Classifier, load_pretrained
+from experiments.tasks.settings import one_of, text, whole
 
 EVALUATED_AT_ONCE = {"frozen": 4096, "tiny_gpt2": 256}  # rows
 Texts = dict[str, list[tuple[str, ...]]]  # by split
@@ -38,13 +38,22 @@ class Encoded:
     checksums: dict[str, str]
 
 
-class Glue(Task):
+class Glue(Classification):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
     name, counted = "glue", "examples"
 
+    settings = {
+        **{"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)},
+        **{"encoder_name": text, "checkpoint": text},
+        **{"limit": whole(1, optional=True), "validation_limit": whole(1, optional=True)},
+    }
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        return glue.locate(config.dataset, data, root)
+
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
-        _refuse_bad_settings(config)
         super().__init__(config, source, workers)
         sentences, checksums = glue.load(source)
         train = _some(sentences.train, config.limit)
@@ -54,11 +63,11 @@ class Glue(Task):
         texts_key = checksums | {"limits": [config.limit, config.validation_limit], "code": sha256(Path(glue.__file__))}
         encoded = ENCODERS[config.encoder](self, texts, texts_key, sentences.classes, seed, device)
         source.checksums.update(checksums | encoded.checksums)
-        self._data = {
+        self.data = {
             split: (*inputs, torch.as_tensor(labels[split], device=device)) for split, inputs in encoded.inputs.items()
         }
-        self._first_part = len(validation[0].labels)
-        self.train_units, self.test_units = len(labels["train"]), len(labels["test"])
+        self._first_part = len(validation[0].labels)  # of the validation rows
+        self.evaluated_at_once = EVALUATED_AT_ONCE[config.encoder]
         self.rows = {
             "all": self.train_units + self.test_units,
             "train": self.train_units,
@@ -67,30 +76,15 @@ class Glue(Task):
         }
         self.model = initialised(encoded.build_model, seed, config.dtype, device)
 
-    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor[indices] for tensor in self._data[split])
-
-    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
-        *inputs, labels = batch
-        return F.cross_entropy(functional_call(self.model, parameters, tuple(inputs)), labels), carry
-
-    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        at_once = EVALUATED_AT_ONCE[self.config.encoder]
-        return add_totals([self._totals(split, parameters, some) for some in units.split(at_once)])
-
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
         """`val_accuracy_mm` is that of MNLI's mismatched part, which no other dataset has."""
-        metrics = {
-            "train_loss": train["loss"] / train["count"],
-            "train_accuracy": 100.0 * train["correct"] / train["count"],
-            "val_loss": test["loss"] / test["count"],
-            "val_accuracy": 100.0 * test["correct"] / test["count"],
-        }
+        named = super().metrics(train, test)
+        metrics = {name.replace("test_", "val_"): value for name, value in named.items()}
         if test["count_mm"]:
             metrics["val_accuracy_mm"] = 100.0 * test["correct_mm"] / test["count_mm"]
         return metrics
 
-    def _totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         *inputs, labels = self.fetch(split, units)
         logits = functional_call(self.model, parameters, tuple(inputs))
         losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
@@ -140,10 +134,3 @@ def _some(part: glue.Part, limit: int | None) -> glue.Part:
         return part
     kept = streams.permutation(len(part.labels), 0, "split")[:limit].sort().values.tolist()
     return glue.Part([part.texts[row] for row in kept], part.labels[kept])
-
-
-def _refuse_bad_settings(config: DictConfig) -> None:
-    for key, allowed in (("encoder", tuple(ENCODERS)), ("pooling", encoder.POOLINGS)):
-        if config[key] not in allowed:
-            raise CdgrabError(f"task.{key} must be {' or '.join(allowed)}, got {config[key]!r}")
-    counts(config, {"validation_limit": 1}, may_be_null=("validation_limit",))

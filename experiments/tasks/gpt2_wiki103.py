@@ -16,7 +16,8 @@ from cdgrab.errors import CdgrabError
 from experiments.data import bpe, text_blocks
 from experiments.data.sources import Source
 from experiments.store import checkpoint
-from experiments.tasks.base import DTYPES, Task, add_totals, counts, initialised, perplexity
+from experiments.tasks.base import DTYPES, Task, initialised, perplexity
+from experiments.tasks.settings import whole
 from experiments.tasks.tiny_gpt2 import TinyGpt2
 
 SIZES = ("context", "width", "layers", "heads")
@@ -31,9 +32,20 @@ class Gpt2Wiki103(Task):
 
     name, counted = "gpt2_wiki103", "tokens used"
 
+    settings = {
+        **{"context": whole(2), "width": whole(1), "layers": whole(1), "heads": whole(1)},
+        "vocabulary": whole(bpe.BYTES, bpe.MOST, optional=True),
+        **dict.fromkeys(("truncate_lines", "limit", "valid_limit"), whole(1, optional=True)),
+    }
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        return text_blocks.locate(data, root)
+
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
-        _refuse_bad_settings(config)
         super().__init__(config, source, workers)
+        if config.width % config.heads:
+            raise CdgrabError(f"task.width={config.width} cannot be split evenly over task.heads={config.heads}")
         blocks, checksums = text_blocks.load(
             source, config.vocabulary, config.context, config.truncate_lines, (config.limit, config.valid_limit)
         )
@@ -49,7 +61,7 @@ class Gpt2Wiki103(Task):
         }
         sizes = {name: config[name] for name in SIZES}
         self.model = initialised(lambda: TinyGpt2(blocks.vocabulary, **sizes), seed, config.dtype, device)
-        self._evaluated_at_once = blocks_at_once(device, config.context, blocks.vocabulary, DTYPES[config.dtype])
+        self.evaluated_at_once = blocks_at_once(device, config.context, blocks.vocabulary, DTYPES[config.dtype])
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         return (self._blocks[split][indices].long(),)
@@ -58,9 +70,6 @@ class Gpt2Wiki103(Task):
         (blocks,) = batch
         scores = functional_call(self.model, parameters, (blocks[..., :-1],))
         return F.cross_entropy(scores.flatten(0, -2), blocks[..., 1:].flatten()), carry
-
-    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        return add_totals([self._totals(split, parameters, some) for some in units.split(self._evaluated_at_once)])
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
         """`val_ppl_authors` is the published code's: the sum of all blocks' losses divided by their number less one."""
@@ -72,7 +81,7 @@ class Gpt2Wiki103(Task):
             "val_ppl_authors": perplexity(test["loss"] / max(test["count"] - 1, 1)),
         }
 
-    def _totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if not len(units):  # more workers than validation blocks
             return {"loss": torch.zeros(()), "count": torch.zeros(())}
         mean = self.loss(parameters, (), *self.fetch(split, units))[0]
@@ -99,13 +108,3 @@ def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> 
         raise CdgrabError(f"the checkpoint in {directory} does not fit its settings; move it away and run again")
     vector_to_parameters(vector, model.parameters())
     return model, tokenizer
-
-
-def _refuse_bad_settings(config: DictConfig) -> None:
-    least = {"context": 2, "width": 1, "layers": 1, "heads": 1, "vocabulary": bpe.BYTES}
-    least |= dict.fromkeys(("truncate_lines", "limit", "valid_limit"), 1)
-    counts(config, least, may_be_null=("vocabulary", "truncate_lines", "limit", "valid_limit"))
-    if config.width % config.heads:
-        raise CdgrabError(f"task.width={config.width} cannot be split evenly over task.heads={config.heads}")
-    if config.vocabulary and config.vocabulary > bpe.MOST:
-        raise CdgrabError(f"task.vocabulary must be at most {bpe.MOST:,}, got {config.vocabulary:,}")

@@ -12,43 +12,44 @@ from cdgrab import streams
 from experiments.data import hmda
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Task
+from experiments.tasks.settings import number, whole
 
 
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
     name, counted = "lr_hmda", "applications"
+    settings = {"limit": whole(1, optional=True), "train_share": number(above=0.0, below=1.0)}
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        return hmda.locate(config.state, data, root)
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
+        super().__init__(config, source, workers)
         features, labels, checksums = hmda.load(source)
         source.checksums.update(checksums)
-        super().__init__(config, source, workers)
         shuffled = streams.stream(seed, "split").permutation(len(labels))
         cut = int(config.train_share * len(labels))
         split = {"train": shuffled[:cut][: config.limit], "test": shuffled[cut:]}
         mean, std = features[split["train"]].mean(axis=0), features[split["train"]].std(axis=0)
         features = (features - mean) / (std + (std == 0))
         dtype = DTYPES[config.dtype]
-        self._data = {
+        self.data = {
             name: tuple(torch.as_tensor(array[rows], dtype=dtype, device=device) for array in (features, labels))
             for name, rows in split.items()
         }
-        self.train_units, self.test_units = len(split["train"]), len(split["test"])
-        self.train_labels = self._data["train"][1]
+        self.train_labels = self.data["train"][1]
         positive = int(labels.sum())
         self.rows = {"all": len(labels), "positive": positive, "train": self.train_units, "test": self.test_units}
         self.model = nn.Linear(features.shape[1], 1, dtype=dtype, device=device)
         nn.init.zeros_(self.model.weight)  # a convex problem: zero is the natural, seed-free start
         nn.init.zeros_(self.model.bias)
 
-    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        features, labels = self._data[split]
-        return features[indices], labels[indices]
-
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         return self._losses(parameters, *batch)[0].mean(), carry
 
-    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         features, labels = self.fetch(split, units)
         losses, logits = self._losses(parameters, features, labels)
         correct = (logits > 0) == (labels > 0.5)

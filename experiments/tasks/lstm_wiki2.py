@@ -12,7 +12,8 @@ from torch.func import functional_call
 from cdgrab.errors import CdgrabError
 from experiments.data import wikitext
 from experiments.data.sources import Source
-from experiments.tasks.base import DTYPES, Task, counts, initialised, perplexity
+from experiments.tasks.base import DTYPES, Task, initialised, perplexity
+from experiments.tasks.settings import flag, whole
 
 EVALUATED_AT_ONCE = {"cpu": 560, "cuda": 16384}  # words; each has a score for every word of the vocabulary
 Carry = tuple[Tensor, Tensor]  # hidden and cell state, [layers, columns, hidden] each
@@ -32,6 +33,11 @@ class TiedLstm(nn.Module):
         return F.linear(outputs, self.embedding.weight), carry
 
 
+def _contiguous(key: str, value: object) -> None:
+    if value != "contiguous":
+        raise CdgrabError(f"workers of lstm_wiki2 own columns of the text: {key} must be contiguous")
+
+
 class LstmWiki2(Task):
     """The training text stands in `batch` columns, of which every worker owns a block of neighbours. Units are chunks:
     `chunk_length` words of each of the worker's columns, numbered worker by worker in the order of the text.
@@ -42,8 +48,16 @@ class LstmWiki2(Task):
 
     name, counted = "lstm_wiki2", "words"
 
+    settings = {
+        **dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1)),
+        **{"limit": whole(1, optional=True), "reset_hidden": flag, "partition": _contiguous},
+    }
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        return wikitext.locate(data, root)
+
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
-        _refuse_bad_settings(config)
         super().__init__(config, source, workers)
         self._device = device
         corpus, checksums = wikitext.load(source)
@@ -147,11 +161,3 @@ class LstmWiki2(Task):
             losses, carry = self._losses(parameters, carry, *piece)
             pieces.append(losses)
         return torch.cat(pieces)
-
-
-def _refuse_bad_settings(config: DictConfig) -> None:
-    if config.partition != "contiguous":
-        raise CdgrabError("workers of lstm_wiki2 own columns of the text: task.partition must be contiguous")
-    if not isinstance(config.reset_hidden, bool):
-        raise CdgrabError(f"task.reset_hidden must be true or false, got {config.reset_hidden!r}")
-    counts(config, dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns", "limit"), 1), ("limit",))

@@ -12,7 +12,8 @@ from cdgrab import streams
 from cdgrab.errors import CdgrabError
 from experiments.data import m4
 from experiments.data.sources import Source
-from experiments.tasks.base import DTYPES, Task, counts, initialised
+from experiments.tasks.base import DTYPES, Task, initialised
+from experiments.tasks.settings import number, whole
 
 
 class MlpM4(Task):
@@ -20,8 +21,17 @@ class MlpM4(Task):
 
     name, counted = "mlp_m4", "windows"
 
+    settings = {
+        **dict.fromkeys(("window_in", "window_out", "stride", "hidden"), whole(1)),
+        "limit": whole(1, optional=True),
+        "train_share": number(above=0.0, below=1.0),
+    }
+
+    @staticmethod
+    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+        return m4.locate(data, root)
+
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
-        counts(config, dict.fromkeys(("window_in", "window_out", "stride", "hidden"), 1))
         super().__init__(config, source, workers)
         series, checksums = m4.load(source)
         source.checksums.update(checksums)
@@ -37,10 +47,8 @@ class MlpM4(Task):
         def tensor(array: np.ndarray) -> Tensor:
             return torch.as_tensor(array, dtype=DTYPES[config.dtype], device=device)
 
-        train = windows[streams.stream(seed, "split").permutation(len(windows))][
-            : int(config.train_share * len(windows))
-        ]
-        train = train[: config.limit]
+        shuffled, cut = streams.stream(seed, "split").permutation(len(windows)), int(config.train_share * len(windows))
+        train = windows[shuffled[:cut][: config.limit]]
         self._windows = tensor(train)
         self._last = tensor(np.stack([past[-config.window_in :] for past in scaled]))
         self._means, self._stds, self._future = tensor(means), tensor(stds), tensor(series.future)
@@ -49,13 +57,8 @@ class MlpM4(Task):
         hidden = config.hidden
         self.model = initialised(
             lambda: nn.Sequential(
-                *(
-                    nn.Linear(config.window_in, hidden),
-                    nn.ReLU(),
-                    nn.Linear(hidden, hidden),
-                    nn.ReLU(),
-                    nn.Linear(hidden, 1),
-                )
+                *(nn.Linear(config.window_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
+                nn.Linear(hidden, 1),
             ),
             *(seed, config.dtype, device),
         )
@@ -70,7 +73,7 @@ class MlpM4(Task):
         past, future = batch
         return (self._forecast(parameters, past, future.shape[-1]) - future).square().mean(), carry
 
-    def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+    def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         past, future = self.fetch(split, units)
         forecast = self._forecast(parameters, past, future.shape[-1])
         count = torch.tensor(future.numel())

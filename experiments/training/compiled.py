@@ -36,6 +36,9 @@ class Compiled:
             self._traced[key] = _trace(self.function, inputs)
         return self._traced[key]
 
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.for_inputs(*inputs)(*inputs)
+
 
 WARM_UP = 3  # calls before a capture: libraries choose their algorithms and allocate then
 

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import copy
-import math
-import re
+import inspect
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cdgrab.checks import count, is_whole, random_seed, refuse_unknown_options
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.group import DEVICES
 from cdgrab.sorters import SORTERS, sorter_options
-from cdgrab.sparsify import SPARSIFIERS, make_sparsifier
+from cdgrab.sparsify import SPARSIFIERS, sparsifier_options
 from experiments.data.sources import Source
 from experiments.store.files import ROOT
 from experiments.tasks import TASKS, locate_data
-from experiments.tasks.base import DTYPES, PARTITIONS
-from experiments.training.gradients import GRADIENTS
-from experiments.training.optimisers import OPTIMISERS, SCHEDULES
+from experiments.tasks.settings import complaints, refuse
+from experiments.training.schema import DATA_SETTINGS, wrong_settings
 
 CONFIGS = ROOT / "configs"
 
-COMPILE = ("auto", "off")
 GROUPS = ("task", "sorter", "sparsifier", "experiment", "study")
 PLURALS = {"study": "studies"}
 
@@ -79,9 +75,17 @@ class Run:
         return _effective_size(self.config, self.source)
 
     @property
+    def settings(self) -> dict:
+        """The configuration, without the defaults that the task's own yaml does not name."""
+        tree = OmegaConf.to_container(self.config, resolve=True)
+        own = _own_settings("task", self.config.task.name)
+        unsaid = [k for k, v in _task_defaults().items() if k not in own and tree["task"].get(k) == v]
+        return tree | {"task": {key: value for key, value in tree["task"].items() if key not in unsaid}}
+
+    @property
     def science(self) -> dict:
         """The flat settings that decide the result; two runs with the same are the same run."""
-        flat = flatten(OmegaConf.to_container(self.config, resolve=True))
+        flat = flatten(self.settings)
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         kept = {k: v for k, v in kept.items() if k not in UNSAID or UNSAID[k] != v}
         return kept | {"source": self.source.label}
@@ -91,7 +95,8 @@ def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
     """Refuse to go on with results of other settings. Settings that did not exist when they were stored don't count."""
     if not isinstance(stored, dict):
         raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
-    now, stored = UNSAID | run.science, UNSAID | stored
+    unsaid = UNSAID | flatten({"task": _task_defaults()})
+    now, stored = unsaid | run.science, unsaid | stored
     differing = sorted(key for key in stored.keys() & now.keys() if stored[key] != now[key])
     if differing:
         details = ", ".join(f"{key}={stored[key]} there, {now[key]} here" for key in differing)
@@ -99,85 +104,40 @@ def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
 
 
 def choices(group: str) -> list[str]:
-    """Names in a config group."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    """Names in a config group: those with a yaml, and classes registered without one."""
+    return sorted({path.stem for path in (CONFIGS / group).glob("*.yaml")} | REGISTRIES.get(group, {}).keys())
 
 
 def compose(overrides: list[str]) -> Run:
-    """The run that these Hydra overrides describe, checked.
+    """The run that these Hydra overrides describe, checked: all that is wrong is said in one sentence.
 
     The task's presets for this size, and for embedded data or files, apply first; explicit overrides win.
     """
     config = compose_config(overrides)
     try:
-        _paths_are_text(config)
-        source = locate_data(config)
-        presets = _presets(config, source)
-        _apply(presets, config, overrides)
-        validate(config)
+        config.task = _in_own_order(config.task)
+        wrong = list(complaints(config, DATA_SETTINGS).values())
+        try:
+            source = locate_data(config)
+            presets = _presets(config, source)
+            _apply(presets, config, overrides)
+        except CdgrabError as error:
+            wrong = wrong or [str(error)]
+        refuse([*wrong, *wrong_settings(config)])
         return Run(config, source, _run_directory(config, source, overrides, presets))
     except OmegaConfBaseException as error:  # interpolations that lead nowhere
         raise CdgrabError(_one_line(error)) from error
 
 
-def validate(config: DictConfig) -> None:
-    """Refuse settings that cannot work, each in one sentence."""
-    _whole(config, "workers", 1)
-    _whole(config, "epochs", 1)
-    random_seed("seed", config.seed)
-    _whole(config, "threads", 1, most=4096)
-    _whole(config, "checkpoint.keep", 1)
-    _whole(config, "restarts", 0)
-    _whole(config, "nnodes", 1)
-    if config.nnodes > 1 and not re.fullmatch(r"\S+:\d+", str(config.rdzv)):
-        raise CdgrabError(f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}")
-    _number(config, "timeout", above=0.0, below=1e8)
-    if config.checkpoint.every_steps is not None:
-        _whole(config, "checkpoint.every_steps", 1)
-    _whole(config, "task.batch", 1)
-    _one_of(config, "task.optimiser", OPTIMISERS)
-    _one_of(config, "task.schedule.kind", SCHEDULES)
-    _one_of(config, "task.partition", PARTITIONS)
-    _one_of(config, "task.gradients", GRADIENTS)
-    _one_of(config, "task.dtype", tuple(DTYPES))
-    _one_of(config, "device", DEVICES)
-    _one_of(config, "compile", COMPILE)
-    for key in ("resume", "tf32", "task.truncate"):
-        _one_of(config, key, (True, False))
-    _number(config, "task.lr", above=0.0)
-    for key, least in (("task.limit", 1), ("task.test_limit", 1), ("task.herding_every", 0)):
-        if OmegaConf.select(config, key) is not None:
-            _whole(config, key, least)
-    if "alpha" in config.task:
-        _number(config, "task.alpha", above=0.0)
-    if "train_share" in config.task:
-        _number(config, "task.train_share", above=0.0, below=1.0)
-    _number(config, "task.momentum", at_least=0.0, below=1.0)
-    _number(config, "task.weight_decay", at_least=0.0)
-    refuse_unknown_options(
-        "sorter", config.sorter.name, set(config.sorter) - {"name"}, sorter_options(config.sorter.name)
-    )
-    make_sparsifier(workers=config.workers, dim=1, **{k: v for k, v in config.sparsifier.items() if k != "layers"})
-    layers = config.sparsifier.get("layers")
-    if layers is not None and not (isinstance(layers, ListConfig) and all(map(is_whole, layers))):
-        raise CdgrabError(f"sparsifier.layers must be null or a list of whole numbers, got {layers!r}")
-    if config.task.schedule.kind == "step":
-        _whole(config, "task.schedule.every", 1)
-        _number(config, "task.schedule.factor", above=0.0)
-    if config.task.batch % config.workers:
-        raise CdgrabError(
-            f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
-            f"make the batch a multiple of the workers"
-        )
-
-
 def compose_config(overrides: list[str], name: str = "config") -> DictConfig:
     """configs/<name>.yaml with these Hydra overrides."""
     check_choices(overrides)
+    _store_extensions()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra_compose(name, overrides)
+            # a setting of a task may be named with a +, as where it has no default
+            return hydra_compose(name, ["+" + o if o.startswith("+task.") else o for o in overrides])
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise CdgrabError(_one_line(error)) from error
 
@@ -186,11 +146,55 @@ def _one_line(error: Exception) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def _paths_are_text(config: DictConfig) -> None:
-    for key in ("run_dir", "data_root", "name", "task.checkpoint", "task.encoder_name"):
-        value = OmegaConf.select(config, key)
-        if value is not None and not isinstance(value, str):
-            raise CdgrabError(f"{key} must be text, got {value!r}")
+# -- settings of tasks, sorters and sparsifiers ------------------------------------------------------------------------
+
+REGISTRIES = {"task": TASKS, "sorter": SORTERS, "sparsifier": SPARSIFIERS}
+
+
+@cache
+def _task_defaults() -> dict:
+    """What a task has where its own yaml says nothing."""
+    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml").task, resolve=False)
+
+
+def _own_settings(group: str, name: str) -> dict:
+    """What the yaml of this name says by itself. For a class from elsewhere that is a yaml of the same name beside its
+    file, if there is one, and the options that its constructor takes."""
+    path = CONFIGS / group / f"{name}.yaml"
+    if path.exists() or name not in REGISTRIES[group]:
+        return _loaded(path)
+    chosen = REGISTRIES[group][name]
+    beside = Path(inspect.getfile(chosen)).with_suffix(".yaml")
+    return {"name": name} | _options(group, name, chosen) | (_loaded(beside) if beside.exists() else {})
+
+
+@cache
+def _loaded(path: Path) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+
+
+def _options(group: str, name: str, chosen: type) -> dict:
+    """The options of a sorter or sparsifier with their defaults."""
+    if group == "task":
+        return {}
+    wanted = sorter_options(name) if group == "sorter" else ("density", *sparsifier_options(name))
+    parameters = [p for base in chosen.__mro__ for p in inspect.signature(base.__init__).parameters.values()]
+    return {p.name: p.default for p in reversed(parameters) if p.name in wanted and p.default is not p.empty}
+
+
+def _store_extensions() -> None:
+    """Let Hydra know the classes that are registered without a yaml in configs/."""
+    for group, registry in REGISTRIES.items():
+        for name in registry:
+            if not (CONFIGS / group / f"{name}.yaml").exists():
+                ConfigStore.instance().store(name, _own_settings(group, name), group)
+
+
+def _in_own_order(task: DictConfig) -> dict:
+    """The task's settings as its own yaml has them, then the defaults: names of folders follow that order."""
+    tree = OmegaConf.to_container(task, resolve=False)
+    own = _own_settings("task", tree["name"]) if tree.get("name") in choices("task") else {}
+    return {key: tree[key] for key in own if key in tree} | tree
 
 
 def check_choices(overrides: list[str]) -> None:
@@ -280,31 +284,6 @@ def flatten(tree: dict, prefix: str = "") -> dict:
             flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return flat
-
-
-def _one_of(config: DictConfig, key: str, allowed: tuple) -> None:
-    value = OmegaConf.select(config, key)
-    if value not in allowed:
-        names = [str(name).lower() for name in allowed]
-        raise CdgrabError(f"{key} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
-
-
-def _whole(config: DictConfig, key: str, least: int, **limits: int) -> None:
-    count(key, OmegaConf.select(config, key), least, **limits)
-
-
-def _number(
-    config: DictConfig, key: str, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
-) -> None:
-    value = OmegaConf.select(config, key)
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not sound or not (at_least <= value < below and value > above):
-        limits = (
-            [f"at least {at_least:g}"] * (at_least > -math.inf)
-            + [f"above {above:g}"] * (above > -math.inf)
-            + [f"below {below:g}"] * (below < math.inf)
-        )
-        raise CdgrabError(f"{key} must be a number {' and '.join(limits)}, got {value!r}")
 
 
 def known_names() -> str:

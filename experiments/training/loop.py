@@ -15,31 +15,37 @@ import math
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from time import perf_counter
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from cdgrab import streams
-from cdgrab.balance import kernels
 from cdgrab.errors import DivergedError, NotFiniteError, Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.mean import Averager
+from cdgrab.runtime.state import collected
 from cdgrab.sorters import make_sorter
-from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
-from experiments.store import checkpoint
 from experiments.tasks.base import DTYPES, Task
 from experiments.training import signals, snapshot
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
+from experiments.training.evaluation import evaluate, replayed_herding
 from experiments.training.gradients import FlatParameters, gradient_function, summed
-from experiments.training.herding_metric import replayed_herding
 from experiments.training.optimisers import Optimiser
+from experiments.training.parts import (
+    BLOCK_BYTES,
+    MOST_STEPS_PER_BLOCK,
+    make_sparse_mean,
+    steps_per_block,
+    warm_up_shards,
+    warm_up_sorter,
+)
 from experiments.training.runlog import RunLog
 from experiments.training.steps import CapturedSteps, Steps
-
-BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
-MOST_STEPS_PER_BLOCK = 256
 
 
 class Trainer:
@@ -48,46 +54,30 @@ class Trainer:
     def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
         config = run.config
         self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
-        self.microbatch = task.units_per_step
         owned = task.partition(streams.permutation(task.train_units, config.seed, "partition"), config.seed)
-        self.units = owned.shape[1]
+        self.owned = owned[group.local].to(device)  # [local workers, units]
+        self.units, self.microbatch = owned.shape[1], task.units_per_step
         self.steps = -(-self.units // self.microbatch)
-        self.owned = owned[group.local].to(device)
-
-        flat = FlatParameters(task.model)
-        self.flat = flat
-        parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+        self.flat = FlatParameters(task.model)
         self.sorter = make_sorter(
-            workers=config.workers, units=self.units, dim=flat.dim, seed=config.seed, group=group, **config.sorter
+            workers=config.workers, units=self.units, dim=self.flat.dim, seed=config.seed, group=group, **config.sorter
         )
-        self.sparse_mean = self._sparse_mean()
-        # one unit from each process: what they exchange for the mean gradient is then all that the sorter needs
+        self.sparse_mean = make_sparse_mean(config, self.flat, group)
+        # Shards or whole gradients: with one unit from each process, the shards of the unit gradients that processes
+        # exchange for the mean are all that the sorter needs.
         one_unit_each = group.local_workers == 1 and self.microbatch == 1
-        self.shares = one_unit_each and self.sorter.takes_shards and not self.sparse_mean
-        self.per_unit = self.sorter.needs_gradients and not self.shares
-
-        def compiled(per_unit: bool) -> Compiled:
-            gradients = gradient_function(task, flat, per_unit, config.task.gradients)
-            if self.sparse_mean:
-                return Compiled(gradients, self._traceable())
-            return Compiled(summed(gradients, config.workers if group.world_size == 1 else None), self._traceable())
-
-        self.gradients = compiled(self.per_unit)
-        # for the herding metric; traced on first use
-        self.unit_gradients = self.gradients if self.per_unit else compiled(True)
-        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, self._compiled())
-        self.block_steps = self._block_steps()
-        parts = (task, self.gradients, optimiser, group, parameters)
-        if self._compiled() and device.type == "cuda" and group.world_size == 1:
-            kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
-            # data is fetched step by step: a block is what runs between two looks at the losses
-            self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
-            self.loop = CapturedSteps(*parts, None, self.sparse_mean, block_steps=self.block_steps, **kept)
-        else:
-            self.loop = Steps(*parts, self.sorter.observe_shard if self.shares else None, self.sparse_mean)
+        self.shards = one_unit_each and self.sorter.takes_shards and not self.sparse_mean
+        self.per_unit = self.sorter.needs_gradients and not self.shards
+        self.gradients = self._gradients(self.per_unit)
+        # for the herding bound; traced on first use
+        self.unit_gradients = self.gradients if self.per_unit else self._gradients(True)
+        unit_bytes = sum(tensor.nbytes for tensor in task.fetch("train", self.owned[:1, :1]))
+        unit_bytes += self.flat.dim * DTYPES[config.task.dtype].itemsize * self.per_unit
+        self.block_steps = steps_per_block(unit_bytes, self.microbatch * group.local_workers, device)
+        self.loop = self._steps()
         self.epochs_done, self.position = 0, 0  # units visited of the epoch that is under way
         self.clock, self.first_parameters = Clock(), None
-        self.metrics: dict | None = None  # those of the checkpoint from which this goes on
+        self.metrics: dict | None = None  # as measured when the checkpoint was made from which this goes on
         self._stop: Callable[[], int] = lambda: 0
         self._warm_up()
 
@@ -101,63 +91,90 @@ class Trainer:
             "parameters": self.flat.dim,
         }
 
-    def _traceable(self) -> bool:
-        return self._compiled() and self.config.task.gradients == "vmap"
+    def _gradients(self, per_unit: bool) -> Compiled:
+        """With the workers summed, to their mean where this is the only process; a sparsifier wants each worker's."""
+        function = gradient_function(self.task, self.flat, per_unit, self.config.task.gradients)
+        if not self.sparse_mean:
+            function = summed(function, self.config.workers if self.group.world_size == 1 else None)
+        return Compiled(function, self.config.compile == "auto" and self.config.task.gradients == "vmap")
 
-    def _compiled(self) -> bool:
-        return self.config.compile == "auto"
-
-    def _sparse_mean(self) -> SparseAverager | None:
-        """None: the plain mean, which is what `dense` means."""
-        options = dict(self.config.sparsifier)
-        if options["name"] == "dense":
-            return None
-        if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
-            options["layers"] = self.flat.sizes
-        return SparseAverager(
-            make_sparsifier(workers=self.config.workers, dim=self.flat.dim, group=self.group, **options)
-        )
-
-    def _block_steps(self) -> int:
-        sample = self.task.fetch("train", self.owned[:1, :1])
-        per_unit = sum(x.numel() * x.element_size() for x in sample)
-        per_unit += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
-        per_step = per_unit * self.microbatch * self.group.local_workers
-        steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[self.device.type] // per_step))
-        return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
+    def _steps(self) -> Steps:
+        group, config, compiled = self.group, self.config, self.config.compile == "auto"
+        parameters = self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
+        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, compiled)
+        plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
+        parts = (self.task, self.gradients, optimiser, parameters, group.local_workers, self.sparse_mean or plain)
+        if not (compiled and self.device.type == "cuda" and group.world_size == 1):
+            return Steps(*parts, self.sorter.observe_shard if self.shards else None)
+        kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
+        # data is fetched step by step: a block is what runs between two looks at the losses
+        self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
+        return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
 
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
-        carry = self.task.first_carry(self.group.local_workers)
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
-            inputs = (self.loop.parameters, *carry, *self.task.fetch("train", self.owned[:, :units]))
+            inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[:, :units]))
             with torch.no_grad():
                 for _ in range(3):
-                    unit_gradients, *_ = self.gradients.for_inputs(*inputs)(*inputs)
+                    unit_gradients, *_ = self.gradients(*inputs)
         if self.per_unit:
-            unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
-            workers, units, dim = unit_gradients.shape
-            throwaway = make_sorter(workers=workers, units=units, dim=dim, **self.config.sorter)
-            throwaway.order(0)
-            throwaway.observe(range(units), unit_gradients)
-            throwaway.order(1)  # by now its signs have been decided: kernels are compiled
-        elif self.shares:
-            rows = torch.zeros(1, 1, 1, dtype=self.loop.parameters.dtype, device=self.device)
-            running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=self.device) for _ in range(2))
-            kernels.balance_divided(rows, running, limits, lambda products: products)
+            warm_up_sorter(self.config.sorter, unit_gradients)
+        elif self.shards:
+            warm_up_shards(self.loop.parameters)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict:
+        """Everything needed to go on from here on any number of processes. Called by all ranks; what belongs to
+        workers comes together on rank 0, whose state is the one to keep."""
+        return {
+            "epochs_done": self.epochs_done,
+            "position": self.position,
+            "parameters": self.loop.parameters,
+            "optimiser": list(self.loop.optimiser.state),
+            "carry": [self.group.collect(state) for state in self.loop.carry],
+            "first_parameters": self.first_parameters if self.position else None,
+            "seconds": self.clock.seconds,
+            "sparsified": self.sparse_mean.running_sums() if self.sparse_mean else None,
+            **{name: collected(part.state_dict(), self.group) for name, part in self._parts().items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where rank 0's `state_dict` was taken. Called by all ranks. What does not fit is refused."""
+        loop, position = self.loop, state["position"]
+        carry = [part[self.group.local] for part in state["carry"]] if position else list(loop.first_carry)
+        right = snapshot.is_count(state["epochs_done"], self.config.epochs) and snapshot.is_count(position, self.units)
+        right = right and snapshot.alike(
+            [state["parameters"], *state["optimiser"], *carry],
+            [loop.parameters, *loop.optimiser.state, *loop.first_carry],
+        )
+        if not right:
+            raise TypeError("not the state of such a run")
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        parameters, *rest = (tensor.to(self.device) for tensor in (state["parameters"], *state["optimiser"], *carry))
+        loop.load(parameters, rest[: len(state["optimiser"])], rest[len(state["optimiser"]) :])
+        self.epochs_done, self.position = state["epochs_done"], position
+        if position:
+            self.clock, first = Clock(state["seconds"]), state["first_parameters"]
+            self.first_parameters = None if first is None else first.to(self.device)
+            if self.sparse_mean:
+                self.sparse_mean.load_running_sums(state["sparsified"])
+
+    def _parts(self) -> dict:
+        """What has a state of its own, by its name in the checkpoint."""
+        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
+
     def save(self) -> None:
-        """Called by all ranks; rank 0 writes."""
-        content = snapshot.taken(self)
-        if content is not None:
-            checkpoint.save(self.run.directory, content, self.config.checkpoint.keep)
+        """A checkpoint of the run. Called by all ranks; rank 0 writes."""
+        state = self.state_dict()
+        if self.group.rank == 0:
+            snapshot.save(self.run, state)
 
     def load(self, say: Callable[[str], None] = warn) -> None:
         """Go on from the run's checkpoint, if there is one, in the middle of an epoch too. Called by all ranks."""
-        first = self.group.rank == 0
-        snapshot.restore(self, checkpoint.load(self.run.directory, say if first else lambda _: None, mend=first))
+        self.metrics = snapshot.load(self.run, self.group, self.load_state_dict, say)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -179,73 +196,52 @@ class Trainer:
                 if self._herding_is_due():
                     self.sorter.order(self.epochs_done + 1)  # ready before it is looked at, which is not training
                     clock.lap("ordering")
-                metrics = self.evaluate() | self._herding(self.first_parameters)
-                order_hash = self._order_hash(order)
-                sparsifier = {"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {}
+                metrics = self.evaluate() | self._herding() | self._order_hash(order)
+                if self.sparse_mean:
+                    metrics["sparsifier"] = self.sparse_mean.epoch_means()
                 clock.lap("evaluation")
                 self.epochs_done, self.position = self.epochs_done + 1, 0
-                phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
-                training = round(sum(phases.values()) - phases["evaluation"], 6)
-                rest = {"seconds": training, "order_hash": order_hash, "phases": phases}
-                log.record({"epoch": self.epochs_done, **metrics, **sparsifier, **rest})
+                log.record(_line(self.epochs_done, metrics, clock))
                 self.save()
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
         """All steps of an epoch, or those left of it, in which workers visit their units in this order [local workers,
         units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
         visits = self.owned.gather(1, order.to(self.device))
-        if not self.position:
-            self.loop.start_epoch()
-        for start, end, microbatch in self._blocks():
+        every = self.config.checkpoint.every_steps
+        for start, end, microbatch in _blocks(self.position, self.units, self.microbatch, self.block_steps, every):
             signal = self._train_block(visits[:, start:end], start, microbatch, clock, bar)
-            self.position = end
-            self._save_if_due(signal, clock)
-
-    def _blocks(self) -> list[tuple[int, int, int]]:
-        """(first unit, end, units per step) of the steps that run together, as far as they are left.
-
-        Checkpoints are due at their ends only; but a run may go on that was stopped with other blocks.
-        """
-        full = self.units // self.microbatch * self.microbatch  # units in steps of full size
-        cuts = {*range(0, full, self.block_steps * self.microbatch), full, min(self.position, full)}
-        if every := self.config.checkpoint.every_steps:
-            cuts |= set(range(0, full, every * self.microbatch))
-        left = sorted(cut for cut in cuts if cut >= self.position)
-        blocks = [(start, end, self.microbatch) for start, end in pairwise(left)]
-        return [*blocks, (full, self.units, self.units - full)] if self.position <= full < self.units else blocks
-
-    def _save_if_due(self, signal: int, clock: Clock) -> None:
-        every, steps = self.config.checkpoint.every_steps, -(-self.position // self.microbatch)
-        if signal or (every and steps % every == 0 and self.position < self.units):
-            self.save()
-            clock.lap("evaluation")
-        if signal:
-            where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
-            raise Stopped(signal, f"{signals.NAMES[signal]} {where}")
+            self.position, steps = end, -(-end // self.microbatch)
+            if signal or (every and steps % every == 0 and end < self.units):
+                self.save()
+                clock.lap("evaluation")
+            if signal:
+                where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
+                raise Stopped(signal, f"{signals.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`.
         Returns the number of the signal that any rank has got, or 0."""
         workers, units = visits.shape
         try:
-            seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock)
+            seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock, first=start == 0)
         except NotFiniteError:  # what a sparsifier refuses to average
             self._diverged(f"at step {self.sparse_mean.sparsifier.iteration % self.steps + 1} of {self.steps}")
         wishes = losses.new_full((workers, 1), float(self._stop()))  # travel along with the losses
         everybodys = self.group.gather(torch.cat([losses, wishes], dim=1))
         mean_losses = everybodys[:, :-1].mean(0)
-        clock.lap("communication")
+        clock.append(("communication", perf_counter()))
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
-        clock.lap("gradients")  # a GPU has computed the block now; until then it was only told to
+        clock.append(("gradients", perf_counter()))  # a GPU has computed the block now; until then it was only told to
         if seen.numel():
             self.sorter.observe(range(start, start + units), seen)
-            clock.lap("ordering")
+            clock.append(("ordering", perf_counter()))
         bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
         bar.update(len(mean_losses))
         return int(everybodys[:, -1].max())
 
     def _observe(self, seen: Tensor) -> None:
-        """Unit gradients of the next steps, in the middle of a block, at whose end it turns out if they are finite."""
+        """Unit gradients of the next steps, in the middle of a block: whether they are finite is found at its end."""
         start = self.sorter.position
         self.sorter.observe(range(start, start + seen.shape[1]), seen, unseen=True)
 
@@ -257,7 +253,7 @@ class Trainer:
         step = first_step + (int(bad[0]) if len(bad) else len(losses) - 1) + 1
         self._diverged(f"at step {step} of {self.steps}")
 
-    def _diverged(self, where: str) -> None:
+    def _diverged(self, where: str) -> NoReturn:
         done, kept = self.epochs_done, "no epoch was finished"
         if done:
             kept = f"the checkpoint of epoch {done} and the metrics so far are kept in {self.run.directory}"
@@ -269,45 +265,49 @@ class Trainer:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Full train loss over all workers' units, and test metrics. Worker by worker, summed in worker order; on one
-        GPU all at once, which is faster and equal up to rounding."""
-        parameters = self.flat.unflatten(self.loop.parameters)
-        owned, tested = self.owned, torch.arange(self.task.test_units, device=self.device)
-        if self.device.type == "cuda" and self.group.world_size == 1:
-            shares = {"train": [owned.flatten()], "test": [tested]}
-        else:
-            shares = {"train": list(owned), "test": list(tested.tensor_split(self.config.workers)[self.group.local])}
-        train, test = (self._totals(split, parameters, shares[split]) for split in ("train", "test"))
-        metrics = self.task.metrics(train, test)
+        """Full train loss over all workers' units, and test metrics."""
+        metrics = evaluate(self.task, self.flat.unflatten(self.loop.parameters), self.owned, self.group)
         if not all(map(math.isfinite, metrics.values())):
             self._diverged("at its end")
         return metrics
 
-    def _totals(self, split: str, parameters: dict[str, Tensor], shares: list[Tensor]) -> dict[str, float]:
-        shards = [self.task.totals(split, parameters, share) for share in shares]
-        names = sorted(shards[0])
-        local = torch.stack([torch.stack([shard[name].double().to(self.device) for name in names]) for shard in shards])
-        return dict(zip(names, self.group.gather(local).sum(0).tolist(), strict=True))
+    def _herding_is_due(self) -> bool:
+        every = self.config.task.herding_every
+        return bool(every) and (self.epochs_done + 1) % every == 0
 
-    def _herding(self, parameters: Tensor) -> dict[str, float]:
+    def _herding(self) -> dict[str, float]:
         """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
         if not self._herding_is_due():
             return {}
-        return replayed_herding(
-            *(self.task, lambda *inputs: self.unit_gradients.for_inputs(*inputs)(*inputs), parameters),
-            *(self.owned, self.sorter.order(self.epochs_done + 1), self.group, self._herding_positions()),
-        )
+        visits = self.owned.gather(1, self.sorter.order(self.epochs_done + 1).to(self.device))
+        at_once = max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
+        return replayed_herding(self.task, self.unit_gradients, self.first_parameters, visits, self.group, at_once)
 
-    def _herding_is_due(self) -> bool:
-        every = self.config.task.get("herding_every", 0)
-        return bool(every) and (self.epochs_done + 1) % every == 0
+    def _order_hash(self, order: Tensor) -> dict[str, str]:
+        return {"order_hash": hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()}
 
-    def _herding_positions(self) -> int:
-        """Positions whose unit gradients are held at once, in float64."""
-        return max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))
 
-    def _order_hash(self, order: Tensor) -> str:
-        return hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()
+def _blocks(
+    position: int, units: int, microbatch: int, block_steps: int, every_steps: int | None
+) -> list[tuple[int, int, int]]:
+    """(first unit, end, units per step) of the steps that run together, from `position` on.
+
+    Checkpoints are due at their ends only; but a run may go on that was stopped with other blocks.
+    """
+    full = units // microbatch * microbatch  # units in steps of full size
+    cuts = {*range(0, full, block_steps * microbatch), full, min(position, full)}
+    if every_steps:
+        cuts |= set(range(0, full, every_steps * microbatch))
+    left = sorted(cut for cut in cuts if cut >= position)
+    blocks = [(start, end, microbatch) for start, end in pairwise(left)]
+    return [*blocks, (full, units, units - full)] if position <= full < units else blocks
+
+
+def _line(epoch: int, metrics: dict, clock: Clock) -> dict:
+    """One line of metrics.jsonl; `seconds` are those of training."""
+    phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
+    rest = {"seconds": round(sum(phases.values()) - phases["evaluation"], 6), "order_hash": metrics.pop("order_hash")}
+    return {"epoch": epoch, **metrics, **rest, "phases": phases}
 
 
 def _progress_bar(trainer: Trainer, quiet: bool) -> tqdm:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cdgrab.errors import CdgrabError
 from experiments.training.compiled import Compiled
 
 OPTIMISERS = ("sgd", "adamw")
@@ -19,50 +17,35 @@ SCHEDULES = ("constant", "step", "linear")
 
 
 class Optimiser:
-    """`step(parameters, gradient)` returns new parameters; `state` is a list of tensors."""
+    """`update(parameters, gradient, *state)` returns the new parameters and the new state, and changes nothing.
+
+    `state` is a list of tensors, at first the one to start from; who steps keeps it up to date.
+    """
 
     def __init__(
         self, config: DictConfig, steps_per_epoch: int, epochs: int, parameters: Tensor, compiled: bool = True
     ) -> None:
         self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
-        self._clip = _clip_norm(config)
+        self._clip = config.get("clip")
         # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
         self.state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
         gradient = torch.zeros_like(parameters)  # not `parameters` again: tracing tells inputs apart by identity
         # torchopt's momentum leaves its factor out in the first call it ever sees, a Python flag that would be traced
         # (and would come back with every resume): use that call up on zeros, where it makes no difference.
-        self._functional_update(parameters, gradient, *self.state)
-        self._update = Compiled(self._functional_update, compiled).for_inputs(parameters, gradient, *self.state)
+        self._update(parameters, gradient, *self.state)
+        self.update = Compiled(self._update, compiled).for_inputs(parameters, gradient, *self.state)
 
-    def _functional_update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+    def _update(self, parameters: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         nested = pytree.tree_unflatten(list(state), self._spec)
         if self._clip is not None:
             gradient = clipped(gradient, self._clip)
         updates, nested = self._transform.update(gradient, nested, params=parameters, inplace=False)
-        new_parameters = torchopt.apply_updates(parameters, updates, inplace=False)
-        return new_parameters, *pytree.tree_leaves(nested)
-
-    def step(self, parameters: Tensor, gradient: Tensor) -> Tensor:
-        """New parameters; the state moves along."""
-        new_parameters, self.state = self.updated(parameters, gradient)
-        return new_parameters
-
-    def updated(self, parameters: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """New parameters and the state that belongs to them; nothing is changed."""
-        new_parameters, *state = self._update(parameters, gradient, *self.state)
-        return new_parameters, state
+        return torchopt.apply_updates(parameters, updates, inplace=False), *pytree.tree_leaves(nested)
 
 
 def clipped(gradient: Tensor, norm: float) -> Tensor:
     """The gradient, made as short as `norm` where it is longer, by the formula of torch.nn.utils.clip_grad_norm_."""
     return gradient * (norm / (gradient.norm() + 1e-6)).clamp(max=1.0)
-
-
-def _clip_norm(config: DictConfig) -> float | None:
-    norm = config.get("clip")
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm < math.inf):
-        raise CdgrabError(f"task.clip must be null or a number above 0, got {norm!r}")
-    return norm
 
 
 def _build(config: DictConfig, rate: Callable[[Tensor], Tensor] | float) -> torchopt.base.GradientTransformation:

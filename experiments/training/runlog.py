@@ -6,10 +6,9 @@ import hashlib
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
-from cdgrab.sorters import LABELS
+from cdgrab.sorters import LABELS, SORTERS
 from experiments.store import records
 from experiments.store.files import replacing
 from experiments.store.records import now, read_manifest, read_metrics
@@ -50,11 +49,11 @@ class RunLog:
             "name": run.config.name,
             "task": run.config.task.name,
             "sorter": run.config.sorter.name,
-            "sorter_label": LABELS[run.config.sorter.name],
+            "sorter_label": LABELS.get(run.config.sorter.name) or SORTERS[run.config.sorter.name].label,
             "sparsifier": run.config.sparsifier.name,
             "seed": run.config.seed,
             "size": run.size,
-            "config": OmegaConf.to_container(run.config, resolve=True),
+            "config": run.settings,
             "science": run.science,  # what decides the result, flat: same here, same run
             "data": run.source.as_record() | {"rows": rows},
             "sizes": sizes,

@@ -1,68 +1,55 @@
-"""Everything a run needs to go on from where it is, in the middle of an epoch too, on any number of processes.
+"""Saving a run and going on with it, in the middle of an epoch too, on any number of processes.
 
-There is no random generator to be saved: every draw is made anew from the run's seed (see `streams`).
+What is saved is the trainer's state and what it belongs to: settings, data and the metrics written so far. There is no
+random generator to be saved: every draw is made anew from the run's seed (see `cdgrab.streams`).
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.runtime.state import WorkerState, collected
+from experiments.store import checkpoint
 from experiments.training import runlog
-from experiments.training.clock import Clock
-from experiments.training.config import refuse_other_settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from experiments.training.loop import Trainer
+from experiments.training.config import Run, refuse_other_settings
 
 
-def taken(trainer: Trainer) -> dict | None:
-    """Called by all ranks: what belongs to workers comes together on rank 0. None on the others."""
-    group, loop = trainer.group, trainer.loop
-    states = {name: collected(holder.state_dict(), group) for name, holder in _holders(trainer).items()}
-    carry = [group.collect(state) for state in loop.carry]
-    sparsified = trainer.sparse_mean.running_sums() if trainer.sparse_mean else None
-    if group.rank:
-        return None
-    return {
-        "science": trainer.run.science,
-        "epochs_done": trainer.epochs_done,
-        "position": trainer.position,
-        "metrics": runlog.measured(trainer.run.directory),
-        "data": dict(trainer.run.source.checksums),
-        "parameters": loop.parameters,
-        "optimiser": list(loop.optimiser.state),
-        "carry": carry,
-        "first_parameters": trainer.first_parameters if trainer.position else None,
-        "seconds": trainer.clock.seconds,
-        "sparsified": sparsified,
-        **states,
-    }
+def save(run: Run, state: dict) -> None:
+    """`state`: that of a trainer, of all workers. Called by rank 0."""
+    metrics = runlog.measured(run.directory)
+    content = {"science": run.science, "data": dict(run.source.checksums), "metrics": metrics, **state}
+    checkpoint.save(run.directory, content, run.config.checkpoint.keep)
 
 
-def restore(trainer: Trainer, saved: dict | None) -> None:
-    """Called by all ranks. Refuses what belongs to another run, is no snapshot, or not that of all ranks."""
-    directory = trainer.run.directory
-    refuse_different(trainer.group, saved, directory)
+def load(run: Run, group: WorkerGroup, into: Callable[[dict], None], say: Callable[[str], None]) -> dict | None:
+    """Load the run's checkpoint, if there is one, `into` a trainer; returns the metrics as they were `measured` then.
+
+    Called by all ranks. Refuses what belongs to another run, does not fit, or is not the same on all ranks.
+    """
+    first = group.rank == 0
+    saved = checkpoint.load(run.directory, say if first else lambda _: None, mend=first)
+    refuse_different(group, saved, run.directory)
     if saved is None:
-        return
+        return None
     try:
-        refuse_other_settings(trainer.run, saved["science"], directory)
-        _refuse_other_data(trainer, saved["data"])
-        _restore(trainer, saved)
+        refuse_other_settings(run, saved["science"], run.directory)
+        refuse_other_data(saved["data"], run.source.checksums, run.directory)
+        metrics = saved["metrics"]
+        if not (is_count(metrics["bytes"]) and isinstance(metrics["sha256"], str)):
+            raise TypeError("not a measurement of metrics")
+        into(saved)
+        return metrics
     except CdgrabError:
         raise
     except Exception as error:  # whatever a content that does not fit makes of the loading
         raise CdgrabError(
-            f"the checkpoint in {directory} does not fit this run; move the folder away to start this run again"
+            f"the checkpoint in {run.directory} does not fit this run; move the folder away to start this run again"
         ) from error
 
 
@@ -74,58 +61,34 @@ def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) ->
         raise CdgrabError(f"the processes found different checkpoints in {directory} ({words}): do all hosts see it?")
 
 
-def _fingerprint(saved: dict | None) -> list[int]:
-    try:
-        content = saved["parameters"].contiguous().view(torch.uint8).numpy().tobytes()
-        return [int(saved["epochs_done"]), int(saved["position"]), zlib.crc32(content)]
-    except Exception:  # there is none, or it is refused later
-        return [-1, 0, 0]
-
-
-def _words(epochs: int, position: int, checksum: int) -> str:
-    return "none" if epochs < 0 else f"epoch {epochs + 1}, unit {position}, checksum {checksum:08x}"
-
-
-def _refuse_other_data(trainer: Trainer, before: dict) -> None:
-    now = trainer.run.source.checksums
+def refuse_other_data(before: dict[str, str], now: dict[str, str], directory: Path) -> None:
+    """Checksums by name, when the checkpoint was made and now."""
     if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise CdgrabError(
-            f"the data changed since the checkpoint in {trainer.run.directory} was made ({', '.join(changed)}); "
+            f"the data changed since the checkpoint in {directory} was made ({', '.join(changed)}); "
             "choose another run_dir"
         )
 
 
-def _restore(trainer: Trainer, saved: dict) -> None:
-    group, loop, device = trainer.group, trainer.loop, trainer.device
-    metrics = saved["metrics"]
-    counted = {"epochs_done": trainer.config.epochs, "position": trainer.units}
-    right = all(type(saved[name]) is int and 0 <= saved[name] <= most for name, most in counted.items())
-    right = right and type(metrics["bytes"]) is int and metrics["bytes"] >= 0 and isinstance(metrics["sha256"], str)
-    right = right and _alike([saved["parameters"], *saved["optimiser"]], [loop.parameters, *loop.optimiser.state])
-    if not right or (saved["position"] and not _alike([state[group.local] for state in saved["carry"]], loop.carry)):
-        raise TypeError("not a snapshot of this run")
-    trainer.epochs_done, trainer.position, trainer.metrics = saved["epochs_done"], saved["position"], metrics
-    loop.load(saved["parameters"].to(device), [tensor.to(device) for tensor in saved["optimiser"]])
-    for name, holder in _holders(trainer).items():
-        holder.load_state_dict(saved[name])
-    if not trainer.position:
-        return
-    loop.load_carry([state[group.local].to(device) for state in saved["carry"]])
-    trainer.clock = Clock(saved["seconds"])
-    if saved["first_parameters"] is not None:
-        trainer.first_parameters = saved["first_parameters"].to(device)
-    if trainer.sparse_mean:
-        trainer.sparse_mean.load_running_sums(saved["sparsified"])
+def is_count(value: object, most: float = float("inf")) -> bool:
+    return type(value) is int and 0 <= value <= most
 
 
-def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
+def alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the tensors agree in number, shape and type."""
     return len(some) == len(others) and all(
         isinstance(one, Tensor) and one.shape == other.shape and one.dtype == other.dtype
         for one, other in zip(some, others, strict=True)
     )
 
 
-def _holders(trainer: Trainer) -> dict[str, WorkerState]:
-    """What has a state of its own, by its name in the checkpoint."""
-    sparsifier = {"sparsifier": trainer.sparse_mean.sparsifier} if trainer.sparse_mean else {}
-    return {"sorter": trainer.sorter} | sparsifier
+def _fingerprint(saved: dict | None) -> list[int]:
+    try:
+        content = saved["parameters"].contiguous().view(torch.uint8).numpy().tobytes()
+        return [int(saved["epochs_done"]), int(saved["position"]), zlib.crc32(content)]
+    except Exception:  # there is none, or it will be refused later
+        return [-1, 0, 0]
+
+
+def _words(epochs: int, position: int, checksum: int) -> str:
+    return "none" if epochs < 0 else f"epoch {epochs + 1}, unit {position}, checksum {checksum:08x}"

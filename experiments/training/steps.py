@@ -6,12 +6,12 @@ that finds its data by a counter on the device, and is then replayed. Small mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
 from cdgrab.sparsify import SparseAverager
 from experiments.tasks.base import Task
@@ -28,59 +28,52 @@ class Steps:
         task: Task,
         gradients: Compiled,
         optimiser: Optimiser,
-        group: WorkerGroup,
         parameters: Tensor,
+        local_workers: int,
+        averager: Averager | SparseAverager | None = None,
         observe_shard: Callable[[Tensor], None] | None = None,
-        sparse_mean: SparseAverager | None = None,
     ) -> None:
-        """gradients: a gradient function with the workers `summed`, to their mean where this is the only process; not
-        summed where a sparsifier takes the mean.
-        observe_shard: is given what the exchange of every step leaves here (see `exchange`)."""
-        self.task, self.gradients, self.optimiser, self.group = task, gradients, optimiser, group
-        self.parameters = parameters
-        self.observe_shard = observe_shard
-        self.mean = sparse_mean
-        if not sparse_mean and group.world_size > 1:
-            self.mean = Averager(group, len(parameters))
-        self.carry = task.first_carry(group.local_workers)
+        """gradients: a gradient function; what it gives for the workers is averaged by `averager`, or is their mean already.
+        observe_shard: is given what the exchange of every step leaves here (see `cdgrab.runtime.mean`)."""
+        self.task, self.gradients, self.optimiser, self.parameters = task, gradients, optimiser, parameters
+        self.averager, self.observe_shard = averager, observe_shard
+        self.carry = self.first_carry = task.first_carry(local_workers)
+        self._functions: dict[int, Callable] = {}  # by microbatch: the last step of an epoch may be shorter
 
-    def start_epoch(self) -> None:
-        self.carry = self.task.first_carry(self.group.local_workers)
-
-    def load(self, parameters: Tensor, optimiser_state: list[Tensor]) -> None:
-        """Go on from these instead."""
+    def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
+        """Go on from these instead; in the middle of an epoch, from this carry."""
         self.parameters, self.optimiser.state = parameters, optimiser_state
+        self.carry = self.first_carry if carry is None else carry
 
-    def load_carry(self, carry: list[Tensor]) -> None:
-        """Go on in the middle of an epoch."""
-        self.carry = carry
-
-    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
-        """Steps of equal shape: visits [local workers, steps, microbatch], indices of units.
+    def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
+        """Steps of equal shape, the `first` of an epoch or further ones: visits [local workers, steps, microbatch].
 
         Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, and the
         losses [local workers, steps].
         """
-        stacked = visits.transpose(0, 1).contiguous()
-        batches = list(zip(*(data.unbind(0) for data in self.task.fetch("train", stacked)), strict=True))
-        compute = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
-        seen = []
+        if first:
+            self.carry = self.first_carry
+        data = self.task.fetch("train", visits.transpose(0, 1).contiguous())
+        batches = list(zip(*(tensor.unbind(0) for tensor in data), strict=True))
+        if (microbatch := visits.shape[2]) not in self._functions:
+            self._functions[microbatch] = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
+        compute, optimiser, seen = self._functions[microbatch], self.optimiser, []
         losses = self.parameters.new_empty(visits.shape[:2])  # small tensors that stay would leave holes in the memory
-        clock.lap("data")
+        clock.append(("data", perf_counter()))
         for step, batch in enumerate(batches):
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
-            clock.lap("gradients")
-            if self.mean:
-                mean, shard = self.mean.average(mean, want_shard=bool(self.observe_shard))
-                clock.lap("communication")
+            clock.append(("gradients", perf_counter()))
+            if self.averager:
+                mean, shard = self.averager.average(mean, want_shard=bool(self.observe_shard))
+                clock.append(("communication", perf_counter()))
             if self.observe_shard:
                 self.observe_shard(shard)
-                clock.lap("ordering")
-            self.parameters = self.optimiser.step(self.parameters, mean)
+                clock.append(("ordering", perf_counter()))
+            self.parameters, *optimiser.state = optimiser.update(self.parameters, mean, *optimiser.state)
             losses[:, step] = worker_losses
             if unit_gradients.numel():
                 seen.append(unit_gradients)
-            clock.lap("optimiser")
+            clock.append(("optimiser", perf_counter()))
         return torch.cat(seen, dim=1) if seen else self.parameters.new_empty(0), losses
 
 
@@ -105,18 +98,15 @@ class CapturedSteps(Steps):
         self.parameters = self.parameters.clone()
         self.carry = [state.clone() for state in self.carry]
         self.optimiser.state = [state.clone() for state in self.optimiser.state]
-        self._captured: dict[int, _Block] = {}  # by microbatch: the last step of an epoch may be shorter
+        self._captured: dict[int, _Block] = {}  # by microbatch
 
-    def start_epoch(self) -> None:
-        _overwrite(self.carry, self.task.first_carry(self.group.local_workers))
+    def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
+        carry = self.first_carry if carry is None else carry
+        _overwrite(self._state(), [parameters, *carry, *optimiser_state])
 
-    def load(self, parameters: Tensor, optimiser_state: list[Tensor]) -> None:
-        _overwrite(self._state(), [parameters, *self.carry, *optimiser_state])
-
-    def load_carry(self, carry: list[Tensor]) -> None:
-        _overwrite(self.carry, carry)
-
-    def run(self, visits: Tensor, clock: Clock) -> tuple[Tensor, Tensor]:
+    def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
+        if first:
+            _overwrite(self.carry, self.first_carry)
         microbatch = visits.shape[2]
         if microbatch not in self._captured:
             before = [state.clone() for state in self._state()]
@@ -153,7 +143,7 @@ class _Block:
         self.kept = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
         self._wide = _widest(self.kept)
         self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
-        if steps.mean:  # by Python, between the step's two halves
+        if steps.averager:  # by Python, between the step's two halves
             self._means = torch.empty(workers, dim, dtype=dtype, device=device)
             self._mean = torch.zeros(dim, dtype=dtype, device=device)
             self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
@@ -161,11 +151,11 @@ class _Block:
             self._whole = captured(lambda: self._update(self._gradients()), device)
 
     def replay(self) -> None:
-        if not self._steps.mean:
+        if not self._steps.averager:
             return self._whole()
         first_half, second_half = self._halves
         first_half()
-        self._mean.copy_(self._steps.mean.average(self._means)[0])
+        self._mean.copy_(self._steps.averager.average(self._means)[0])
         second_half()
 
     def _first_half(self) -> None:
@@ -175,8 +165,7 @@ class _Block:
         """Returns the mean [dim], or means [workers, dim] where a sparsifier takes theirs."""
         steps, (step, place) = self._steps, self.step.split(1)
         batch = steps.task.fetch("train", self.visits.index_select(0, step)[0])
-        inputs = (steps.parameters, *steps.carry, *batch)
-        unit_gradients, mean, worker_losses, *carry = steps.gradients.for_inputs(*inputs)(*inputs)
+        unit_gradients, mean, worker_losses, *carry = steps.gradients(steps.parameters, *steps.carry, *batch)
         if steps.observe:
             _as(self._wide, self.kept).index_copy_(0, place, _as(self._wide, unit_gradients[None]))
         self.losses.index_copy_(0, step, worker_losses[None].to(self.losses.dtype))
@@ -185,8 +174,8 @@ class _Block:
 
     def _update(self, mean: Tensor) -> None:
         steps = self._steps
-        parameters, optimiser_state = steps.optimiser.updated(steps.parameters, mean)
-        _overwrite([steps.parameters, *steps.optimiser.state], [parameters, *optimiser_state])
+        state = steps.optimiser.state
+        _overwrite([steps.parameters, *state], steps.optimiser.update(steps.parameters, mean, *state))
         self.step.copy_((self.step + 1) % self.steps)
 
     def begin(self, visits: Tensor) -> None:

@@ -1,0 +1,49 @@
+"""What a trainer is built of, from its configuration."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from cdgrab.balance import kernels
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.sorters import make_sorter
+from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
+from experiments.training.gradients import FlatParameters
+
+BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
+MOST_STEPS_PER_BLOCK = 256
+
+
+def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGroup) -> SparseAverager | None:
+    """None: the plain mean, which is what `dense` means."""
+    options = dict(config.sparsifier)
+    if options["name"] == "dense":
+        return None
+    if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
+        options["layers"] = flat.sizes
+    return SparseAverager(make_sparsifier(workers=config.workers, dim=flat.dim, group=group, **options))
+
+
+def steps_per_block(unit_bytes: int, units_per_step: int, device: torch.device) -> int:
+    """How many steps run at once; `unit_bytes`: what a unit's data and gradient take, as far as they are held."""
+    steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[device.type] // (unit_bytes * units_per_step)))
+    return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
+
+
+def warm_up_sorter(options: DictConfig, unit_gradients: Tensor) -> None:
+    """Compile the kernels of such a sorter; unit_gradients [workers, units, dim]."""
+    unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
+    workers, units, dim = unit_gradients.shape
+    throwaway = make_sorter(workers=workers, units=units, dim=dim, **options)
+    throwaway.order(0)
+    throwaway.observe(range(units), unit_gradients)
+    throwaway.order(1)  # by now its signs have been decided
+
+
+def warm_up_shards(parameters: Tensor) -> None:
+    """The same for a sorter that takes shards."""
+    rows = parameters.new_zeros(1, 1, 1)
+    running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=parameters.device) for _ in range(2))
+    kernels.balance_divided(rows, running, limits, lambda products: products)

@@ -1,0 +1,110 @@
+"""What the settings of a run must be, one by one and together.
+
+Not OmegaConf's structured configs: these convert what is typed (a rate of 1 becomes 1.0, and the run another folder),
+stop at the first wrong value, and know no limits. Defaults of a task's settings are in configs/config.yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, ListConfig
+
+from cdgrab.checks import is_whole
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import DEVICES
+from cdgrab.sorters import make_sorter
+from cdgrab.sparsify import make_sparsifier
+from experiments.tasks import task_class
+from experiments.tasks.base import DTYPES, PARTITIONS
+from experiments.tasks.settings import Check, complaints, flag, number, one_of, text, whole
+from experiments.training.gradients import GRADIENTS
+from experiments.training.optimisers import OPTIMISERS, SCHEDULES
+
+COMPILE = ("auto", "off")
+
+# needed to find the data, on whose kind a size's settings depend
+DATA_SETTINGS: dict[str, Check] = {
+    "data": one_of("auto", "embedded"),
+    "data_root": text,
+    "run_dir": text,
+    "name": text,
+}
+SETTINGS: dict[str, Check] = {
+    "workers": whole(1),
+    "epochs": whole(1),
+    "seed": whole(0, 2**63 - 1),
+    "threads": whole(1, 4096),
+    "checkpoint.keep": whole(1),
+    "checkpoint.every_steps": whole(1, optional=True),
+    "restarts": whole(0),
+    "nnodes": whole(1),
+    "timeout": number(above=0.0, below=1e8),
+    "device": one_of(*DEVICES),
+    "compile": one_of(*COMPILE),
+    "resume": flag,
+    "tf32": flag,
+    "task.batch": whole(1),
+    "task.optimiser": one_of(*OPTIMISERS),
+    "task.lr": number(above=0.0),
+    "task.momentum": number(at_least=0.0, below=1.0),
+    "task.weight_decay": number(at_least=0.0),
+    "task.clip": number(above=0.0, optional=True),
+    "task.schedule.kind": one_of(*SCHEDULES),
+    "task.partition": one_of(*PARTITIONS),
+    "task.alpha": number(above=0.0),
+    "task.truncate": flag,
+    "task.gradients": one_of(*GRADIENTS),
+    "task.herding_every": whole(0),
+    "task.dtype": one_of(*DTYPES),
+}
+STEP_SCHEDULE: dict[str, Check] = {"task.schedule.every": whole(1), "task.schedule.factor": number(above=0.0)}
+
+
+def wrong_settings(config: DictConfig) -> list[str]:
+    """Complaints about a configuration whose size's settings have been applied, in one sentence each."""
+    wrong = complaints(config, SETTINGS | task_class(config.task.name).checks())
+    return [*wrong.values(), *_together(config, wrong)]
+
+
+def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
+    """Complaints about settings that are right by themselves."""
+
+    def right(*keys: str) -> bool:
+        return not wrong.keys() & set(keys)
+
+    if right("nnodes") and config.nnodes > 1 and not re.fullmatch(r"\S+:\d+", str(config.rdzv)):
+        yield f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}"
+    if right("task.schedule.kind") and config.task.schedule.kind == "step":
+        yield from complaints(config, STEP_SCHEDULE).values()
+    if right("task.batch", "workers") and config.task.batch % config.workers:
+        yield (
+            f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
+            f"make the batch a multiple of the workers"
+        )
+    yield from _sorter(config)
+    if right("workers"):
+        yield from _sparsifier(config)
+
+
+def _sorter(config: DictConfig) -> Iterator[str]:
+    """A small one is made: it checks its options itself."""
+    options = dict(config.sorter)
+    if is_whole(options.get("sketch_size")) and options["sketch_size"] > 0:
+        options["sketch_size"] = 1
+    try:
+        make_sorter(workers=1, units=1, dim=1, **options)
+    except CdgrabError as error:
+        yield str(error)
+
+
+def _sparsifier(config: DictConfig) -> Iterator[str]:
+    layers = config.sparsifier.get("layers")
+    if layers is not None and not (isinstance(layers, ListConfig) and all(map(is_whole, layers))):
+        yield f"sparsifier.layers must be null or a list of whole numbers, got {layers!r}"
+    options = {key: value for key, value in config.sparsifier.items() if key != "layers"}
+    try:
+        make_sparsifier(workers=config.workers, dim=1, **options)
+    except CdgrabError as error:
+        yield str(error)
