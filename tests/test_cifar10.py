@@ -21,8 +21,8 @@ from experiments.tasks import make_task
 from experiments.tasks.cifar10 import MEAN, STD
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
-from experiments.training.gradients import FlatParameters, gradient_function
 from experiments.training.evaluation import replayed_herding
+from experiments.training.gradients import FlatParameters, gradient_function
 
 WORKERS, UNITS = 2, 3
 

@@ -33,7 +33,7 @@ class Steps:
         averager: Averager | SparseAverager | None = None,
         observe_shard: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """gradients: a gradient function; what it gives for the workers is averaged by `averager`, or is their mean already.
+        """gradients: a gradient function; what it gives goes through `averager`, or is the mean already.
         observe_shard: is given what the exchange of every step leaves here (see `cdgrab.runtime.mean`)."""
         self.task, self.gradients, self.optimiser, self.parameters = task, gradients, optimiser, parameters
         self.averager, self.observe_shard = averager, observe_shard
