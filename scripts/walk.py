@@ -1,6 +1,8 @@
 """The walk of a gradient: which files two training steps of a warm run touch, and how often the walk changes file.
 
-python -m scripts.walk            # two steps with CD-GraB on one process, then the next order
+    python -m scripts.walk
+
+CD-GraB on one process; the order that follows from the steps is a walk of its own.
 """
 
 from __future__ import annotations

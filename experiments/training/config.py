@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -164,7 +165,8 @@ def _own_settings(group: str, name: str) -> dict:
     if path.exists() or name not in REGISTRIES[group]:
         return _loaded(path)
     chosen = REGISTRIES[group][name]
-    beside = Path(inspect.getfile(chosen)).with_suffix(".yaml")
+    file = getattr(sys.modules.get(chosen.__module__), "__file__", None)  # none of a class typed in a session
+    beside = Path(file).with_suffix(".yaml") if file else path
     return {"name": name} | _options(group, name, chosen) | (_loaded(beside) if beside.exists() else {})
 
 
