@@ -21,6 +21,7 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import choices, compose
 from experiments.training.loop import Trainer
+from experiments.training.runlog import RunLog
 
 SMALL = ["task=lr_hmda", "data=embedded", "workers=2", "task.batch=4", "task.limit=30", "compile=off", "epochs=3"]
 REGISTRIES = (SORTERS, SPARSIFIERS, TASKS)
@@ -58,7 +59,7 @@ def trained(folder, *settings):
 def stopped_and_resumed(folder, *settings):
     """Stopped in the second epoch, after one step of it."""
     calls, made = count(1), trainer([*settings, "checkpoint.every_steps=1", f"run_dir={folder}"])
-    log = train.runlog.RunLog(made.run, active=True)
+    log = RunLog(made.run, active=True)
     log.begin(made.run, made.task.rows, made.sizes, 1, torch.device("cpu"))
     with pytest.raises(Stopped):
         made.fit(log, quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == made.steps + 1))
