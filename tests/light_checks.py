@@ -73,6 +73,7 @@ def main():
 
     loaded = sorted(set(sys.modules) - before)
     import torch._dynamo  # once, before the fork: DDP and optimisers load it
+
     with tempfile.TemporaryDirectory() as folder:
         # forked before anything is trained here: threads of autograd do not survive a fork
         torch.multiprocessing.start_processes(parallel, (folder,), PROCESSES, start_method="fork")

@@ -250,6 +250,42 @@ def test_resumes_through_a_stateful_loader(workers, stop_after):
     assert visited == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_gives_its_whole_state_whatever_a_stateful_loader_asks_for(workers):
+    """Before and after the backward pass of a batch, and while a loader process reads ahead amid an accumulation."""
+    model = network()
+    sampler = attached(model, accumulation_steps=2)
+    loader = StatefulDataLoader(dataset(), batch_sampler=sampler, num_workers=workers)
+    for step, (_, inputs, labels) in enumerate(loader):
+        if step % 2 == 0:
+            before = sampler.state_dict(), loader.state_dict(), sampler.state_dict()
+            assert [state["sorter"]["position"] for state in before[::2]] == [step // 2] * 2
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+    after = loader.state_dict(), sampler.state_dict()
+    assert after[1]["sorter"]["position"] == 4
+    again = attached(model, accumulation_steps=2)
+    again.load_state_dict(before[2])
+    loader = StatefulDataLoader(dataset(), batch_sampler=again, num_workers=workers)
+    loader.load_state_dict(before[1])
+    with pytest.raises(CdgrabError, match="in epoch 0 after batch 7, the sampler in epoch 0 after batch 6"):
+        next(iter(loader))
+
+
+def test_a_stateful_loader_may_be_resumed_before_attach():
+    model = network()
+    sampler = attached(model)
+    loader = StatefulDataLoader(dataset(), batch_sampler=sampler)
+    visited = train(model, sampler, 1, loader, stop_after=3)[0]
+    state = loader.state_dict()
+    again = OrderedBatchSampler(dataset(), 8, seed=3)
+    loader = StatefulDataLoader(dataset(), batch_sampler=again)
+    loader.load_state_dict(state)
+    rest = iter(loader)
+    again.attach(model)
+    visited += [numbers.tolist() for numbers, _, _ in rest]
+    assert visited == [batch for unit in sampler.sorter.order(0)[0].tolist() for batch in sampler._own[unit]]
+
+
 @pytest.mark.parametrize("earlier", [2, 8])
 def test_states_of_loader_and_sampler_must_be_of_one_moment(earlier):
     """Two batches, or one epoch, apart."""

@@ -153,7 +153,7 @@ def test_refusals_name_the_way_out(found, processes):
     assert "accumulation_steps=2" in sentences["accumulated"]
     assert "after 1 of accumulation_steps=2" in sentences["synced"] and "no_sync" in sentences["synced"]
     assert "zero_grad() after every step" in sentences["left over"]
-    assert f"knows 1 process, DDP has {processes}" in sentences["alone"]
+    assert f"process 0 of 1 for the sampler and 0 of {processes} for DDP" in sentences["alone"]
     assert "init_process_group() without a name" in sentences["nccl"]
     assert "sparse=False" in sentences["sparse"]
     assert "seed is 0 on process 0 and something else on others" in sentences["seeds"]

@@ -78,16 +78,12 @@ class ExampleGradients:
         rows, self._rows = self._rows, None
         if rows is None:
             return
-        if not self._checked:
-            self._check(rows, gradients)
+        if not self._checked:  # rows that do not add up to the batch's gradient miss some use of a parameter
+            whole = flat(self._parameters, gradients)
+            if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
+                raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
+            self._checked = True
         self._ledger.observe(rows * len(rows))  # in the batch's mean, each example counts as one in so many
-
-    def _check(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """The rows must add up to the gradient of the batch, or they miss some use of a parameter."""
-        whole = flat(self._parameters, gradients)
-        if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
-            raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
-        self._checked = True
 
 
 def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -17,11 +17,9 @@ from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
-from cdgrab.sparsify import Sparsifier, make_sparsifier, sparsifier_options
+from cdgrab.sparsify import Sparsifier, sparsifier_of
 
 WIRE = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# gradient [dim], whether the sorter wants its shard -> mean [dim], the shard where there is one
-Average = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
 PROBES = 4  # parameters at which gradients left from before are looked for, the smallest ones
 
 
@@ -29,75 +27,61 @@ class ObservedModel:
     """The model whose gradients are observed. Nothing is hooked to it before `start`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        ledger: Ledger,
-        group: WorkerGroup,
-        compress: str | None,
-        sparsifier: str | None,
-        options: dict,
+        self, model: nn.Module, ledger: Ledger, group: WorkerGroup, compress: str | None, sparsifier: str | None, **more
     ) -> None:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
         self.model, self._ledger = getattr(model, "_orig_mod", model), ledger  # of torch.compile
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.dim = sum(parameter.numel() for parameter in self.parameters)
-        compiled = self.model is not model or model._compiled_call_impl is not None
         self._parallel = isinstance(self.model, DistributedDataParallel)
-        self._refuse(compiled, group, compress, sparsifier, options)
+        self._refuse(self.model is not model or model._compiled_call_impl is not None, group)
+        self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
-        if sparsifier:
-            if "layers" in sparsifier_options(sparsifier):
-                options.setdefault("layers", [parameter.numel() for parameter in self.parameters])
-            self.sparsifier = make_sparsifier(sparsifier, workers=group.workers, dim=self.dim, group=group, **options)
         self._hook: BucketHook | None = None
         self._handles: list = []
+        average = Averager(group, self.dim, wire=WIRE[compress]).average
         if sparsifier:
+            self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
             average = partial(_sparse_average, ledger)
-        else:
-            average = Averager(group, self.dim, wire=WIRE[compress]).average
         if ledger.unit == "example":
             inner = self.model.module if self._parallel else self.model
-            self._gradients = ExampleGradients(inner, self.parameters, ledger)
+            self.gradients = ExampleGradients(inner, self.parameters, ledger)
             if compress or sparsifier:
                 self._hook = BucketHook(self.parameters, lambda gradient: average(gradient)[0])
         elif self._parallel:
-            self._gradients = ParallelGradients(self.parameters, ledger, average)
-            self._hook = BucketHook(self.parameters, self._gradients.average)
+            self.gradients = ParallelGradients(self.parameters, ledger, average)
+            self._hook = BucketHook(self.parameters, self.gradients.average)
         else:
-            self._gradients = PlainGradients(self.parameters, ledger)
+            self.gradients = PlainGradients(self.parameters, ledger)
 
-    def _refuse(
-        self, compiled: bool, group: WorkerGroup, compress: str | None, sparsifier: str | None, options: dict
-    ) -> None:
+    def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
             raise CdgrabError("the model has no parameters that need a gradient")
         if compiled and self._ledger.unit == "example":
-            raise CdgrabError(
-                "unit='example' cannot look into a compiled model; use unit='batch', or do not compile it"
-            )
+            raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
         if group.world_size > 1 and not self._parallel:
             raise CdgrabError(
                 f"there are {group.world_size} processes, but the model is not wrapped in DistributedDataParallel; "
                 "wrap it before attach"
             )
-        if compress not in WIRE:
-            raise CdgrabError(f"compress must be bf16 or fp16, got {compress!r}")
-        if (compress or sparsifier) and not self._parallel:
-            raise CdgrabError(
-                "compress and sparsifier concern what DistributedDataParallel sends; this model is not one"
-            )
-        if compress and sparsifier:
-            raise CdgrabError("choose compress or sparsifier, not both")
-        if options and not sparsifier:
-            raise CdgrabError(f"attach has no option {', '.join(sorted(options))}")
         if self._parallel:
             refuse_other_processes(group, self.model.process_group)
             refuse_sparse_gradients(self.model.module)
 
+    def _refuse_averaging(self, compress: str | None, sparsifier: str | None, options: dict) -> None:
+        if compress not in WIRE:
+            raise CdgrabError(f"compress must be bf16 or fp16, got {compress!r}")
+        if (compress or sparsifier) and not self._parallel:
+            raise CdgrabError("compress and sparsifier concern what DistributedDataParallel sends; this is not one")
+        if compress and sparsifier:
+            raise CdgrabError("choose compress or sparsifier, not both")
+        if options and not sparsifier:
+            raise CdgrabError(f"attach has no option {', '.join(sorted(options))}")
+
     def start(self) -> None:
         """Observe gradients from now on. DDP's hook comes last: it can never be taken off again."""
-        self._handles = self._gradients.hook()
+        self._handles = self.gradients.hook()
         if self._hook:
             try:
                 self._hook.register(self.model)
@@ -107,11 +91,6 @@ class ObservedModel:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-
-    def skip(self) -> None:
-        """A batch has no backward pass: its gradient counts as zero."""
-        self._gradients.skip()
 
 
 class PlainGradients:
@@ -136,9 +115,12 @@ class PlainGradients:
 
 
 class ParallelGradients:
-    """Observes what DDP averages. Hooks on the parameters only count backward passes here."""
+    """Observes what DDP averages. Hooks on the parameters only count backward passes here.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger, average: Average) -> None:
+    average: as `Averager.average`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger, average: Callable) -> None:
         self._parameters, self._ledger, self._average = parameters, ledger, average
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 

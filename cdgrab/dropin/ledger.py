@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -117,3 +118,46 @@ class Ledger:
             self.not_finite |= not gradients.is_cuda
             gradients.nan_to_num_(0.0, 0.0, 0.0)
         return gradients
+
+
+class BatchIterator(Iterator[list[int]]):
+    """Hands out the batches of an epoch, which starts with the first of them: some iterators are made and never used.
+
+    start: starts an epoch, or goes on with one, and returns the batches that are left of it.
+    """
+
+    def __init__(self, ledger: Ledger, start: Callable[[], list[list[int]]]) -> None:
+        self._ledger, self._start = ledger, start
+        self._batches: Iterator[list[int]] | None = None
+
+    def __next__(self) -> list[int]:
+        if self._batches is None:
+            self._batches, self._ledger.reader = iter(self._start()), self
+        batch = next(self._batches)
+        if self._ledger.reader is not self:
+            raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
+        self._ledger.handed_out += 1
+        self._ledger.last_event = "batch"
+        return batch
+
+    def state_dict(self) -> dict:
+        """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.
+
+        With loader processes it does so whenever it has read a batch ahead: it asks the iterator, then the sampler. The
+        gradients of that batch are not there yet, so `OrderedBatchSampler.state_dict` is told by `last_event` that only
+        a note is wanted. Without them it asks when its user does, the sampler first.
+        """
+        if self._ledger.last_event == "batch":
+            self._ledger.last_event = "batch noted"
+        sorter = self._ledger.sorter
+        return {"epoch": sorter.epoch if sorter else -1, "batches": self._ledger.handed_out}
+
+    def load_state_dict(self, state: dict) -> None:
+        """The sampler's own state, loaded before, must be of the same moment. (One that waits for `attach` is.)"""
+        there, ledger = (state["epoch"], state["batches"]), self._ledger
+        here = (ledger.sorter.epoch, ledger.batches_done()) if ledger.sorter else there
+        if there != here:
+            raise CdgrabError(
+                f"the loader was saved in epoch {there[0]} after batch {there[1]}, the sampler in epoch {here[0]} "
+                f"after batch {here[1]}: save both together, at a step of the optimiser, with snapshot_every_n_steps=1"
+            )

@@ -35,16 +35,11 @@ def refuse_gpu_only(group: WorkerGroup) -> None:
 def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
     """DDP and the sampler must be given the same ones."""
     theirs = one_worker_per_process(process_group)
-    if theirs.world_size != group.world_size:
-        known = f"{group.world_size} process{'es' if group.world_size > 1 else ''}"
+    if (theirs.rank, theirs.world_size) != (group.rank, group.world_size):
         raise CdgrabError(
-            f"the sampler knows {known}, DDP has {theirs.world_size}: make the sampler after init_process_group, "
-            "and with process_group=… where DDP has one"
-        )
-    if theirs.rank != group.rank:
-        raise CdgrabError(
-            f"this is process {group.rank} of the sampler's and {theirs.rank} of DDP's: "
-            "give the sampler DDP's process_group"
+            f"this is process {group.rank} of {group.world_size} for the sampler and {theirs.rank} of "
+            f"{theirs.world_size} for DDP: make the sampler after init_process_group, and with process_group=… where "
+            "DDP has one"
         )
 
 
@@ -99,12 +94,3 @@ def refuse_other_sparsifier(state: dict | None, sparsifier: object) -> None:
     if bool(state) != bool(sparsifier):
         there, here = ("with", "without") if state else ("without", "with")
         raise CdgrabError(f"this state belongs to a sampler attached {there} a sparsifier, and this one is {here}")
-
-
-def refuse_other_moment(loader: tuple[int, int], sampler: tuple[int, int]) -> None:
-    """Epoch and batch after which each was saved."""
-    if loader != sampler:
-        raise CdgrabError(
-            f"the loader was saved in epoch {loader[0]} after batch {loader[1]}, the sampler in epoch {sampler[0]} "
-            f"after batch {sampler[1]}: save both together, at a step of the optimiser, with snapshot_every_n_steps=1"
-        )

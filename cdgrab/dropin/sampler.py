@@ -13,8 +13,7 @@ from torch.utils.data import Sampler
 from cdgrab.checks import count, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
 from cdgrab.dropin.gradients import ObservedModel
-from cdgrab.dropin.iterator import BatchIterator
-from cdgrab.dropin.ledger import Ledger
+from cdgrab.dropin.ledger import BatchIterator, Ledger
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
@@ -75,8 +74,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.ledger = Ledger(self.batch_size, self.accumulation_steps, unit)
         self._model: ObservedModel | None = None
         self._waiting: dict | None = None  # a state that was loaded before `attach`
-        self._just_loaded = False  # no batch has been handed out since
-        self._began = -1  # the position at which the last iteration began
+        self._began = -1  # the position at which the last iteration began; -1: there was none, or none since a load
         if not SORTERS[sorter].needs_gradients:
             self._make_sorter(1)  # orders can be had without a model
 
@@ -109,20 +107,16 @@ class OrderedBatchSampler(Sampler[list[int]]):
         sorter, ledger = self.sorter, self.ledger
         if sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
-        if self._began < 0 or self._just_loaded:  # later ones are not worth a search
+        if self._began < 0:  # wrappers that come later are not worth a search
             refusals.refuse_wrappers(self)
         if self._model and sorter.needs_gradients:
             refusals.refuse_new_parameters(self._model.model, self._model.parameters)
-        if not ledger.resuming and not self._only_looked():
+        only_looked = 0 < sorter.position < sorter.units and sorter.position == self._began
+        if not ledger.resuming and not only_looked:
             self._next_order()
-        ledger.resuming = self._just_loaded = False
-        self._began, self._waiting = sorter.position, None
+        ledger.resuming, self._began, self._waiting = False, sorter.position, None
         ledger.hand_out_from_here()
         return self._in_order(sorter.order(sorter.epoch)[0].tolist())[ledger.handed_out :]
-
-    def _only_looked(self) -> bool:
-        """Whether no gradient has come since the last iteration began, in the middle of an epoch."""
-        return 0 < self.sorter.position < self.sorter.units and self.sorter.position == self._began
 
     def _in_order(self, order: list[int]) -> list[list[int]]:
         if self.unit == "example":
@@ -140,17 +134,15 @@ class OrderedBatchSampler(Sampler[list[int]]):
             return  # else somebody only looked at a batch
         unseen = sorter.units - sorter.position if epoch >= 0 else 0
         if unseen and sorter.needs_gradients:
+            name = "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
             _warn(
-                f"epoch {epoch} ended with {unseen} of {sorter.units} {self._unit_name()} without a gradient; they "
+                f"epoch {epoch} ended with {unseen} of {sorter.units} {name} without a gradient; they "
                 "keep their order (they are the last: call sampler.skip() for batches left out in between)"
             )
         if self.ledger.not_finite:
             _warn(f"gradients of epoch {epoch} were not finite; what was not, counted as zero")
         sorter.order(epoch + 1, cut_short=True)
         self.ledger.not_finite = False
-
-    def _unit_name(self) -> str:
-        return "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +164,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
-        observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, sparsifier_options)
+        observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, **sparsifier_options)
         layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
         refusals.refuse_different_ranks(self.group, layout)
         before = dict(vars(self.ledger))
@@ -209,13 +201,13 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def skip(self) -> None:
         """The batch that came last gets no backward pass; its gradient counts as zero. On all processes together."""
         if self._model and self.ledger.start_backward():
-            self._model.skip()
+            self._model.gradients.skip()
 
     def _make_sorter(self, dim: int) -> None:
         buffer = {"buffer_mb": BUFFER_MB} if "buffer_mb" in sorter_options(self._sorter_name) else {}
-        sizes = {"workers": self.group.workers, "units": len(self._own), "dim": dim}
         options = {"seed": self.seed, "group": self.group} | buffer | self._options
-        self.ledger.sorter = make_sorter(self._sorter_name, **sizes, **options)
+        workers, units = self.group.workers, len(self._own)
+        self.ledger.sorter = make_sorter(self._sorter_name, workers=workers, units=units, dim=dim, **options)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -226,13 +218,12 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if self.sorter is None:
             raise CdgrabError("a sampler has no state before sampler.attach(model)")
-        ledger = self.ledger
+        ledger, sparsifier = self.ledger, self.ledger.sparsifier
         noted, ledger.last_event = ledger.last_event == "batch noted", "state"
         if noted and ledger.handed_out > ledger.batches_done():
             return {"version": STATE_VERSION, "read_ahead": True}
         if ledger.passes:
             raise CdgrabError("gradients are being accumulated: take the state after a step of the optimiser")
-        sparsifier = ledger.sparsifier
         return {
             "version": STATE_VERSION,
             "layout": self._layout(),
@@ -249,7 +240,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
         if "read_ahead" in state:  # of a loader: our own was loaded before, and its iterator compares the two
-            if not self._just_loaded:
+            if self.sorter is None or self.sorter.epoch < 0 or self._began >= 0:
                 raise CdgrabError(
                     "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
                     "and load that first"
@@ -269,7 +260,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self.ledger.sparsifier.load_state_dict(state["sparsifier"])
         self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
         self.ledger.hand_out_from_here()
-        self._just_loaded = True
+        self._began = -1
 
     def _layout(self) -> dict:
         """What decides which examples make a batch, and which batches a unit."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from cdgrab.checks import refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
@@ -43,6 +47,14 @@ def make_sparsifier(
     return _class(name)(workers=workers, dim=dim, density=density, group=group, **options)
 
 
+def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGroup, **options) -> Sparsifier:
+    """For the gradient of these parameters, one worker per process. For deft, they are the layers."""
+    sizes = [parameter.numel() for parameter in parameters]
+    if "layers" in sparsifier_options(name):
+        options.setdefault("layers", sizes)
+    return make_sparsifier(name, workers=group.workers, dim=sum(sizes), group=group, **options)
+
+
 def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
     """Let a DistributedDataParallel `model` average its gradients by the sparsifier of this name.
 
@@ -55,12 +67,8 @@ def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
     if not callable(getattr(model, "register_comm_hook", None)):
         raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sizes = [parameter.numel() for parameter in parameters]
-    if "layers" in sparsifier_options(name):
-        options.setdefault("layers", sizes)
     group = one_worker_per_process(model.process_group)
-    sparsifier = make_sparsifier(name, workers=group.workers, dim=sum(sizes), density=density, group=group, **options)
-    hook = Hook(parameters, sparsifier)
+    hook = Hook(parameters, sparsifier_of(parameters, name, group, density=density, **options))
     hook.register(model)
     return hook
 
@@ -79,5 +87,6 @@ __all__ = [
     "Stats",
     "ddp_hook",
     "make_sparsifier",
+    "sparsifier_of",
     "sparsifier_options",
 ]
