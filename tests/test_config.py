@@ -10,6 +10,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sparsify import SPARSIFIERS
 from experiments import train
+from experiments.launch import main as sweep_main
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import choices, compose, compose_config
 from experiments.training.launcher import launch, process_count
@@ -60,14 +61,28 @@ def test_every_task_builds_on_its_embedded_default(name):
 def test_embedded_settings_apply_unless_overridden(tmp_path):
     assert compose(["data=embedded"]).config.task.lr == 0.05
     assert compose(["data=embedded", "task.lr=5e-3"]).config.task.lr == 0.005
-    (tmp_path / "hmda").mkdir()
-    (tmp_path / "hmda" / "2017-NJ-features.csv").touch()
+    new_jersey(tmp_path)
     assert compose([f"data_root={tmp_path}"]).config.task.lr == 0.005
 
 
+def new_jersey(root):
+    (root / "hmda").mkdir()
+    for part in ("features", "protected", "target"):
+        (root / "hmda" / f"2017-NJ-{part}.csv").touch()
+
+
+def test_a_missing_file_is_refused_before_anything_is_started_and_once(tmp_path, capsys):
+    new_jersey(tmp_path)
+    (tmp_path / "hmda" / "2017-NJ-protected.csv").unlink()
+    sweep = ["-m", f"data_root={tmp_path}", "nproc=2", "seed=0,1,2", f"run_dir={tmp_path}/run${{seed}}"]
+    assert sweep_main(sweep) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and "2017-NJ-protected.csv is missing; get it" in printed.err
+    assert not list(tmp_path.glob("run*"))
+
+
 def test_naming_the_state_that_is_found_anyway_is_the_same_run(tmp_path):
-    (tmp_path / "hmda").mkdir()
-    (tmp_path / "hmda" / "2017-NJ-features.csv").touch()
+    new_jersey(tmp_path)
     found, named = compose([f"data_root={tmp_path}"]), compose([f"data_root={tmp_path}", "task.state=NJ"])
     assert (found.directory, found.science) == (named.directory, named.science)
 

@@ -33,7 +33,9 @@ def locate_data(config: DictConfig) -> Source:
     """Where a run with this config takes its data from."""
     if config.data not in ("auto", "embedded"):
         raise CdgrabError(f"data must be auto or embedded, got {config.data!r}")
-    return task_class(config.task.name).locate(config.task, config.data, config.data_root)
+    source = task_class(config.task.name).locate(config.task, config.data, config.data_root)
+    source.refuse_missing()
+    return source
 
 
 def make_task(config: DictConfig, source: Source, device: torch.device) -> Task:

@@ -7,9 +7,9 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,6 +20,9 @@ from experiments.store import checkpoint
 from experiments.store.records import read_manifest
 from experiments.tasks.gpt2_wiki103 import pretrained
 from experiments.tasks.tiny_gpt2 import SPREAD, Body, TinyGpt2
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 RUNS = Path(__file__).resolve().parents[2] / "results" / "runs" / "gpt2_wiki103"
 LINE_END = "\n"  # what sentences end with in the text that the model has read

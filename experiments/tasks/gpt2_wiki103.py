@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
@@ -19,6 +19,9 @@ from experiments.store import checkpoint
 from experiments.tasks.base import DTYPES, Task, initialised, perplexity
 from experiments.tasks.settings import whole
 from experiments.tasks.tiny_gpt2 import TinyGpt2
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SIZES = ("context", "width", "layers", "heads")
 SCORE_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of scores held at once in evaluation, by kind of device; twice in passing
