@@ -77,7 +77,8 @@ def test_a_missing_file_is_refused_before_anything_is_started_and_once(tmp_path,
     sweep = ["-m", f"data_root={tmp_path}", "nproc=2", "seed=0,1,2", f"run_dir={tmp_path}/run${{seed}}"]
     assert sweep_main(sweep) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and "2017-NJ-protected.csv is missing; get it" in printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert "2017-NJ-protected.csv is missing; get it with" in printed.err
     assert not list(tmp_path.glob("run*"))
 
 
