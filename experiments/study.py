@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError, file_error
+from experiments.report.notebook import execute
 from experiments.store.files import RESULTS, ROOT
 from experiments.studies.base import Part, Study, carry_out, compose_study
 from experiments.studies.collection import summary, write_collection
 from experiments.training.config import choices, compose_config
 from experiments.training.memory import keep_freed_memory
-from scripts.notebook import execute
 
 REFUSED, INTERRUPTED = 2, 130
 MOST_JOBS = 8

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from cdgrab.errors import CdgrabError
 from experiments import launch
 from experiments.report import tables as report
+from experiments.report.notebook import execute
 from experiments.report.runs import Group, groups, sweeps, without
 from experiments.report.text import save
 from experiments.store.files import RESULTS, ROOT
@@ -31,7 +32,6 @@ from experiments.tasks import locate_data
 from experiments.training.config import Run, compose, compose_config
 from experiments.training.session import DIVERGED, REFUSED
 from scripts.arguments import Parser, positive
-from scripts.notebook import execute
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
 EXPERIMENTS = {

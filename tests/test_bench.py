@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from cdgrab.balance import kernels
-from experiments.report import figures_bench, plots
+from experiments.report import figures_bench, notebook, plots
 from experiments.store import bench as bench_results
 from experiments.studies import timing
 from experiments.tasks import make_task
 from experiments.training.config import compose
-from scripts import notebook
 from scripts.bench import balance, epoch, flips, measure, memory, peers, traffic
 from scripts.bench.__main__ import main
 

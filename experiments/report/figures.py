@@ -7,19 +7,18 @@ import textwrap
 from experiments.report import plots
 from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import PUBLISHED_SORTERS, column_title, metric_label, sorter_colour
-from experiments.report.plots import panels, styled
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep
 
 
-@styled
+@plots.styled
 def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """`metrics` against epochs (upper row) and seconds (lower row), mean ± std over seeds for every sorter.
 
     The paper's curves are added (dashed) only when data and settings are the paper's; seconds where they mean anything.
     """
     rows = ("epoch", "elapsed") if group.timed else ("epoch",)
-    figure, axes = panels(len(rows), len(metrics), 4.6 * len(metrics), 2.4 * len(rows) + 1.0)
+    figure, axes = plots.panels(len(rows), len(metrics), 4.6 * len(metrics), 2.4 * len(rows) + 1.0)
     for row, axis in zip(axes, rows, strict=True):
         for panel, metric in zip(row, metrics, strict=True):
             _draw_panel(panel, group, metric, axis, experiment)
@@ -27,14 +26,14 @@ def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experime
     return _finish(figure, title, group)
 
 
-@styled
+@plots.styled
 def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """One column per value of the swept setting, one row per metric, against epochs.
 
     Columns that differ in workers share their y axes: that is the comparison. Learning rates lead to other levels.
     """
     share, columns = sweep.setting == "workers", len(sweep.groups)
-    figure, axes = panels(len(metrics), columns, max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2)
+    figure, axes = plots.panels(len(metrics), columns, max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2)
     for row, metric in zip(axes, metrics, strict=True):
         shown = [_converged(group, metric, experiment) for group in sweep.groups]
         for panel, group, own in zip(row, sweep.groups, shown, strict=True):

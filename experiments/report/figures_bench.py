@@ -8,7 +8,6 @@ from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import OURS as OUR_SORTER
 from experiments.report.names import sorter_colour, task_name
-from experiments.report.plots import panels, styled
 from experiments.report.published import PAPER
 from experiments.report.text import markdown, plural
 from experiments.store.bench import read_manifests, read_rows
@@ -48,13 +47,13 @@ def caption(name: str, device: str) -> str:
     )
 
 
-@styled
+@plots.styled
 def balancing(device: str) -> Figure:
     """Time per pair position against the length of the gradients, one panel per number of workers."""
     found = rows("balance", device)
     found = found[found["threads"] == found["threads"].max()]
     counts = sorted(found["workers"].unique())
-    figure, axes = panels(1, len(counts), 3.1 * len(counts), 3.2, sharey=True)
+    figure, axes = plots.panels(1, len(counts), 3.1 * len(counts), 3.2, sharey=True)
     ours, author = (("ours_us", OURS, "ours"), ("author_us", AUTHOR, "one worker after the other (published code)"))
     for panel, workers in zip(axes[0], counts, strict=True):
         some = found[found["workers"] == workers].sort_values("dim")
@@ -67,11 +66,11 @@ def balancing(device: str) -> Figure:
     return _finish(figure, caption("balance", device))
 
 
-@styled
+@plots.styled
 def epochs(device: str) -> Figure:
     """Seconds per epoch by phase, D-RR and CD-GraB beside each other, relative to D-RR."""
     found = rows("epoch", device)
-    figure, axes = panels(1, len(found), 2.9 * len(found), 3.4)
+    figure, axes = plots.panels(1, len(found), 2.9 * len(found), 3.4)
     for panel, row in zip(axes[0], found.to_dict("records"), strict=True):
         for place, sorter in enumerate(("d_rr", "cd_grab")):
             _stack(panel, place, row[f"{sorter}_phases"], row["d_rr_s"])
@@ -84,7 +83,7 @@ def epochs(device: str) -> Figure:
     return _finish(figure, caption("epoch", device))
 
 
-@styled
+@plots.styled
 def traffic(device: str) -> Figure:
     """Bytes per process and step, by processes and units per step, of gradients that are divided by coordinates."""
     found = rows("traffic", device)
@@ -94,7 +93,7 @@ def traffic(device: str) -> Figure:
         ("bytes", OURS, "ours"),
         ("author_bytes", AUTHOR, "all-gather (published code)"),
     )
-    figure, ((panel,),) = panels(1, 1, 6.2, 3.2)
+    figure, ((panel,),) = plots.panels(1, 1, 6.2, 3.2)
     for offset, (key, colour, label) in enumerate(bars):
         places = [place + 0.27 * (offset - 1) for place in range(len(found))]
         panel.bar(places, found[key] / MIB, 0.25, color=colour, label=label)
@@ -104,11 +103,11 @@ def traffic(device: str) -> Figure:
     return _finish(figure, caption("traffic", device))
 
 
-@styled
+@plots.styled
 def memory(device: str) -> Figure:
     """Extra memory of CD-GraB over D-RR per process, beside the paper's Figure 8."""
     found, bottom = rows("memory", device), 0.0
-    figure, ((panel,),) = panels(1, 1, 1.1 * len(found) + 2.1, 3.2)
+    figure, ((panel,),) = plots.panels(1, 1, 1.1 * len(found) + 2.1, 3.2)
     for (use, extra), colour in zip(papers_extra_mib().items(), (AUTHOR, "#b9a7d1"), strict=True):
         panel.bar(0, extra, 0.6, bottom=bottom, color=colour, label=f"{use.lower()}, paper")
         bottom += extra
@@ -121,11 +120,11 @@ def memory(device: str) -> Figure:
     return _finish(figure, caption("memory", device))
 
 
-@styled
+@plots.styled
 def peers(device: str) -> Figure:
     """Time per step, ours and grab-sampler's."""
     found = rows("peers", device)
-    figure, ((panel,),) = panels(1, 1, 6.2, 0.42 * len(found) + 1.2)
+    figure, ((panel,),) = plots.panels(1, 1, 6.2, 0.42 * len(found) + 1.2)
     for offset, (key, colour, label) in enumerate((("ours_us", OURS, "ours"), ("peer_us", AUTHOR, "grab-sampler"))):
         places = [place + 0.38 * offset for place in range(len(found))]
         panel.barh(places, found[key], 0.36, xerr=_quartiles(found, key), color=colour, label=label)

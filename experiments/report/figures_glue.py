@@ -5,18 +5,9 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from experiments.report import plots
+from experiments.report import names, plots
 from experiments.report.kinds import Axes, Figure, Series
-from experiments.report.names import (
-    BASELINE,
-    GLUE,
-    LOSS,
-    OURS,
-    PUBLISHED_SORTERS,
-    metric_label,
-    sorter_colour,
-)
-from experiments.report.plots import styled
+from experiments.report.names import BASELINE, GLUE, LOSS, OURS, PUBLISHED_SORTERS
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep, pretrained_by
 from experiments.report.text import markdown, mean_std
@@ -77,7 +68,7 @@ def summary(sweep: Sweep) -> str:
     return markdown(lines) + "\n\n" + "  \n".join(notes) + "\n"
 
 
-@styled
+@plots.styled
 def figure(sweep: Sweep, title: str) -> Figure:
     """Above: best accuracies, their paired differences, and the train losses relative to D-RR's, epoch by epoch.
     Below: the accuracy of every dataset against epochs. The paper's numbers (hollow) only where data and settings are
@@ -96,7 +87,7 @@ def figure(sweep: Sweep, title: str) -> Figure:
         panel.set_xlim(-0.5, len(shown) - 0.5)
     for panel, row in zip(below.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         _draw_epochs(panel, row)
-    below.axes[0].set_ylabel(metric_label("val_accuracy"))
+    below.axes[0].set_ylabel(names.metric_label("val_accuracy"))
     drawn.suptitle(title + " (embedded data)" * (shown[0].name == "embedded"), fontweight="bold")
     others = len({row.group.column for row in shown}) - 1
     caption = f"{shown[0].group.caption()} · {_encoder(shown[0].group)}"
@@ -107,7 +98,7 @@ def figure(sweep: Sweep, title: str) -> Figure:
 
 def _draw_accuracies(panel: Axes, shown: list[Row]) -> None:
     for side, (name, sorter) in zip((0.12, -0.12), PAIR.items(), strict=True):
-        marks = {"fmt": "o", "color": sorter_colour(sorter)}
+        marks = {"fmt": "o", "color": names.sorter_colour(sorter)}
         best = [row.best(sorter) for row in shown]
         places = [place + side for place in range(len(shown))]
         _mean_and_std(panel, places, best, **marks, label=name)
@@ -145,7 +136,7 @@ def _draw_losses(panel: Axes, shown: list[Row]) -> None:
 def _draw_epochs(panel: Axes, row: Row) -> None:
     for name, sorter in PAIR.items():
         curve = row.group.curve(sorter, row.metric)
-        plots.mean_std(panel, curve.index, curve["mean"], curve["std"], color=sorter_colour(sorter), label=name)
+        plots.mean_std(panel, curve.index, curve["mean"], curve["std"], color=names.sorter_colour(sorter), label=name)
     panel.set_title(row.name, fontsize=9)
     panel.set_xlabel("epoch")
 

@@ -33,21 +33,13 @@ COLOURS = {
 }
 OTHER_COLOURS = ("#d66bb0", "#2f8f8b", "#a5a000", "#5b3a8e", "#b05a1e", "#4c8f2f", "#1f5f9e", "#8f1f4c")
 
-TASKS = {
-    "lr_hmda": "LR-HMDA",
-    "lstm_wiki2": "LSTM-WikiText-2",
-    "mlp_m4": "MLP-M4",
-    "cifar10": "CIFAR-10",
-    "gpt2_wiki103": "GPT2-WikiText-103",
-    "glue": "GLUE",
-}
-COUNTED = {  # what the rows of a task's data are
-    "lr_hmda": "applications",
-    "lstm_wiki2": "words",
-    "mlp_m4": "windows",
-    "cifar10": "pictures",
-    "gpt2_wiki103": "tokens used",
-    "glue": "examples",
+TASKS = {  # and what the rows of their data are
+    "lr_hmda": ("LR-HMDA", "applications"),
+    "lstm_wiki2": ("LSTM-WikiText-2", "words"),
+    "mlp_m4": ("MLP-M4", "windows"),
+    "cifar10": ("CIFAR-10", "pictures"),
+    "gpt2_wiki103": ("GPT2-WikiText-103", "tokens used"),
+    "glue": ("GLUE", "examples"),
 }
 GLUE = ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE")  # the paper's table, then what it leaves out
 
@@ -97,7 +89,12 @@ def sorter_style(sorter: str) -> dict:
 
 
 def task_name(task: str) -> str:
-    return TASKS.get(task) or readable(task)
+    return TASKS[task][0] if task in TASKS else readable(task)
+
+
+def counted(task: str | None) -> str:
+    """What the rows of a task's data are."""
+    return TASKS[task][1] if task in TASKS else "rows"
 
 
 def metric_label(metric: str) -> str:

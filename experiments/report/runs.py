@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
-from experiments.report.names import COUNTED, sorter_label
+from experiments.report.names import counted, sorter_label
 from experiments.store.files import RESULTS
 from experiments.store.records import read_manifest, read_metrics
 
@@ -189,9 +189,9 @@ def caption(manifests: list[dict]) -> str:
     count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
     settings = [m["science"] for m in manifests]
     sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
-    counted = COUNTED.get(manifests[0].get("task"), "rows")
+    rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
     return (
-        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {data['rows']['all']:,} {counted} · "
+        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
         f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "
         f"batch {all_of([s['task.batch'] for s in settings])}, lr {all_of([s['task.lr'] for s in settings])}"
         f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "

@@ -16,7 +16,6 @@ from cdgrab.sorters import SORTERS, make_sorter
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import ALONE, OURS, PUBLISHED_SORTERS, sorter_colour, sorter_label, sorter_style
-from experiments.report.plots import panels, styled
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
 from experiments.report.text import markdown
@@ -155,12 +154,12 @@ def _published_floor(levels: DataFrame, settings: DictConfig, sorter: str) -> Ve
 # -- figure and table -------------------------------------------------------------------------------------------------
 
 
-@styled
+@plots.styled
 def bounds_and_floors(study: Study) -> Figure:
     """The bound round by round for every worker count, and the floors against the workers; the paper's dashed."""
     workers = list(study.settings.workers)
     columns = -(-(len(workers) + 1) // 2)
-    figure, axes = panels(2, columns, 3.3 * columns, 6.2)
+    figure, axes = plots.panels(2, columns, 3.3 * columns, 6.2)
     axes = axes.flatten()
     for panel, count in zip(axes, workers, strict=False):
         _draw_rounds(panel, study, count)

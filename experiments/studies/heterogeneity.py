@@ -15,19 +15,9 @@ from functools import partial
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report import plots
+from experiments.report import names, plots
 from experiments.report.kinds import DataFrame, Figure, Series
-from experiments.report.names import (
-    BASELINE,
-    BOUND,
-    LOSS,
-    OURS,
-    UNCOORDINATED,
-    sorter_label,
-    sorter_style,
-    task_name,
-)
-from experiments.report.plots import panels, styled
+from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate
 from experiments.report.text import markdown, mean_std
 from experiments.studies.base import Part, Study, significant
@@ -78,7 +68,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
     lines = []
     for task in settings.tasks:
         even, skewed = (select(table, task=task, alpha=alpha) for alpha in ends(settings))
-        name, words = task_name(task), [f"{task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
+        name, words = names.task_name(task), [f"{names.task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
         lines += [ends_lower(even, words[0], OURS), ends_lower(skewed, words[1], OURS)]
         if UNCOORDINATED in settings.sorters:
             lines.append(ends_lower(skewed, words[1], OURS, UNCOORDINATED))
@@ -116,7 +106,7 @@ def _keeps(name: str, even: DataFrame, skewed: DataFrame, settings: DictConfig) 
 
 def _shrinks(table: DataFrame, settings: DictConfig, task: str, other: str) -> Verdict:
     """Over all alphas, not only the ends."""
-    words = f"{task_name(task)}: CD-GraB's lead over {sorter_label(other)} shrinks as the skew grows"
+    words = f"{names.task_name(task)}: CD-GraB's lead over {names.sorter_label(other)} shrinks as the skew grows"
     leads = {a: -difference(select(table, task=task, alpha=a), OURS, other).mean() for a in ends(settings)}
     (most, even), (least, skewed) = leads.items()
     note = f"slope in points per tenfold alpha; {even:.3g} % of D-RR's train loss at alpha {most:g}"
@@ -139,15 +129,15 @@ def _test(words: str, task: str, skewed: DataFrame) -> Verdict:
 # -- figure and table -------------------------------------------------------------------------------------------------
 
 
-@styled
+@plots.styled
 def against_alpha(study: Study) -> Figure:
     """Loss, advantage, test metric and herding bound against alpha, one row per task; skew grows to the right."""
     tasks, alphas = list(study.settings.tasks), list(study.settings.alphas)
-    figure, axes = panels(len(tasks), len(COLUMNS), 12.4, 2.7 * len(tasks) + 1.0, sharex=True)
+    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.4, 2.7 * len(tasks) + 1.0, sharex=True)
     for row, task in zip(axes, tasks, strict=True):
         by_alpha = {alpha: select(study.table, task=task, alpha=alpha) for alpha in alphas}
         for sorter in study.settings.sorters:
-            style = sorter_style(sorter) | {"label": sorter_label(sorter)}
+            style = names.sorter_style(sorter) | {"label": names.sorter_label(sorter)}
             for panel, metric in zip((row[0], row[2], row[3]), (LOSS, test_metric(task), BOUND), strict=True):
                 values = {alpha: by_seed(rows, sorter, metric) for alpha, rows in by_alpha.items()}
                 plots.estimates(panel, values, **style)
@@ -155,7 +145,7 @@ def against_alpha(study: Study) -> Figure:
                 plots.estimates(row[1], {alpha: difference(rows, sorter) for alpha, rows in by_alpha.items()}, **style)
         row[1].axhline(0, **plots.GREY)
         plots.log_ticks(row[3].yaxis)
-        row[0].set_ylabel(task_name(task))
+        row[0].set_ylabel(names.task_name(task))
     for panel, title in zip(axes[0], COLUMNS, strict=True):
         panel.set_title(title)
     for panel in axes[-1]:
@@ -178,7 +168,7 @@ def alpha_table(table: DataFrame, settings: DictConfig) -> str:
             for sorter in settings.sorters:
                 against = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
                 rows.append(
-                    {"task": task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": sorter_label(sorter)}
+                    {"task": names.task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": names.sorter_label(sorter)}
                     | {"train loss": mean_std(by_seed(some, sorter), 5, ddof=1), "against D-RR (%)": against}
                     | {"test metric": mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)}
                     | {"herding bound": str(estimate(by_seed(some, sorter, BOUND)))}

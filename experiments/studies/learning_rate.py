@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
-from experiments.report.plots import panels, styled
 from experiments.report.statistics import estimate
 from experiments.report.text import markdown
 from experiments.studies.base import Part, Study
@@ -127,11 +126,11 @@ def _grows(sweep: RateSweep) -> Verdict:
 # -- figure and table -------------------------------------------------------------------------------------------------
 
 
-@styled
+@plots.styled
 def losses_by_rate(study: Study) -> Figure:
     """Final train loss against the rate (above), and how far below D-RR (below); one column per task and optimiser."""
     sweeps = list(rate_sweeps(study.table, study.settings))
-    figure, axes = panels(2, len(sweeps), 2.9 * len(sweeps) + 0.6, 5.6, sharex="col")
+    figure, axes = plots.panels(2, len(sweeps), 2.9 * len(sweeps) + 0.6, 5.6, sharex="col")
     for (above, below), sweep in zip(axes.T, sweeps, strict=True):
         for place, sorter in enumerate(sweep.sorters):
             _draw_losses(above, sweep, sorter, APART ** (place - (len(sweep.sorters) - 1) / 2))

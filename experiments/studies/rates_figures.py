@@ -7,7 +7,6 @@ import numpy as np
 from experiments.report import plots
 from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import BASELINE, OURS, sorter_label, sorter_style
-from experiments.report.plots import panels, styled
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
 from experiments.studies.rates import BALANCED, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Gaps
@@ -17,11 +16,11 @@ MARKERS = dict(zip(NAMES, "osD", strict=True))
 SHADES = {BASELINE: "Blues", OURS: "Reds"}
 
 
-@styled
+@plots.styled
 def gaps_by_setting(study: Study) -> Figure:
     """The final gap against workers, units and epochs, one row per problem."""
     problems = list(study.settings.problems)
-    figure, axes = panels(len(problems), len(SWEEPS), 9.6, 2.5 * len(problems) + 1.1, sharey="row")
+    figure, axes = plots.panels(len(problems), len(SWEEPS), 9.6, 2.5 * len(problems) + 1.1, sharey="row")
     for row, problem in zip(axes, problems, strict=True):
         gaps = Gaps(study.table, study.settings, problem)
         for panel, x in zip(row, SWEEPS, strict=True):
@@ -35,11 +34,11 @@ def gaps_by_setting(study: Study) -> Figure:
     return plots.finish(figure, title, f"{note} · {study.caption()}")
 
 
-@styled
+@plots.styled
 def exponents(study: Study) -> Figure:
     """All fitted exponents with their intervals; grey bands are what is accepted as the P.L. theory's −1 and −2."""
     sorters, problems = list(study.settings.sorters), list(study.settings.problems)
-    figure, (row_of_panels,) = panels(1, len(SWEEPS), 9.6, 0.42 * len(sorters) + 1.7, sharey=True)
+    figure, (row_of_panels,) = plots.panels(1, len(SWEEPS), 9.6, 0.42 * len(sorters) + 1.7, sharey=True)
     for panel, x in zip(row_of_panels, SWEEPS, strict=True):
         for offset, problem in zip(np.linspace(-0.22, 0.22, len(problems)), problems, strict=True):
             gaps = Gaps(study.table, study.settings, problem)
@@ -55,13 +54,13 @@ def exponents(study: Study) -> Figure:
     return plots.finish(figure, "Exponents of the final gap", f"{note} · {study.caption()}")
 
 
-@styled
+@plots.styled
 def noise_check(study: Study) -> Figure:
     """Is the non-convex problem limited by noise? It then follows the noise, and going on is no use; darker lines have
     more workers."""
     gaps = Gaps(study.table, study.settings, NON_CONVEX)
     noise, longer = (gaps.sweep(name) for name in ("noise", "longer"))
-    figure, ((less, more),) = panels(1, 2, 7.4, 4.2, sharey=True)
+    figure, ((less, more),) = plots.panels(1, 2, 7.4, 4.2, sharey=True)
     for panel, rows, x in ((less, noise, "noise"), (more, longer, "epochs")):
         for sorter, some in rows.groupby("sorter"):
             by_workers = list(some.groupby("workers"))

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from experiments.report import plots
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
-from experiments.report.plots import panels, styled
 from experiments.report.statistics import counted, estimate, power_exponents
 from experiments.report.text import markdown
 from experiments.studies.base import Part, Study, significant
@@ -174,11 +173,11 @@ def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
 # -- figure and table -------------------------------------------------------------------------------------------------
 
 
-@styled
+@plots.styled
 def cost_and_gain(study: Study) -> Figure:
     """Advantage, herding bound and time against workers, and time and bytes against processes; one row per task."""
     tasks, lines = list(study.settings.tasks), {"lw": 1.3}
-    figure, axes = panels(len(tasks), len(COLUMNS), 12.8, 2.8 * len(tasks) + 1.1)
+    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.8, 2.8 * len(tasks) + 1.1)
     for row, task in zip(axes, (TaskResults(study.table, task) for task in tasks), strict=True):
         for sorter in study.settings.sorters:
             for mode in MODES:

@@ -9,20 +9,9 @@ import numpy as np
 from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError
-from experiments.report import plots
+from experiments.report import names, plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
-from experiments.report.names import (
-    ALONE,
-    BASELINE,
-    ONE_WORKER,
-    OURS,
-    UNCOORDINATED,
-    kind,
-    sorter_colour,
-    sorter_label,
-    task_name,
-)
-from experiments.report.plots import panels, styled
+from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate, holm, paired_p
 from experiments.report.text import markdown, mean_std
 from experiments.studies.base import Part, Study
@@ -44,7 +33,7 @@ def parts(settings: DictConfig) -> list[Part]:
 
 
 def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
-    one_worker = {"workers": 1} if kind(sorter) in ONE_WORKER else {}
+    one_worker = {"workers": 1} if names.kind(sorter) in ONE_WORKER else {}
     return outcome(train(overrides(settings, task, sorter, **one_worker), seed))
 
 
@@ -52,7 +41,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
     """Answers are those of single tests; what adjusting for all sorters of a task makes of them is in the notes."""
     lines = []
     for task in settings.tasks:
-        rows, name = select(table, task=task), task_name(task)
+        rows, name = select(table, task=task), names.task_name(task)
         p = p_values(rows, settings)
         ours = OURS in settings.sorters
         if ours:
@@ -90,7 +79,7 @@ def sorter_table(table: DataFrame, settings: DictConfig) -> str:
         some = select(table, task=task)
         p = p_values(some, settings)
         for sorter in settings.sorters:
-            row = {"task": task_name(task), "sorter": sorter_label(sorter)}
+            row = {"task": names.task_name(task), "sorter": names.sorter_label(sorter)}
             row["train loss"] = mean_std(by_seed(some, sorter), 5, ddof=1)
             row["test metric"] = mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
             row |= dict.fromkeys(("against D-RR (%)", "lower on", "p", "p (Holm)"), "")
@@ -103,17 +92,20 @@ def sorter_table(table: DataFrame, settings: DictConfig) -> str:
     return markdown(rows)
 
 
-@styled
+@plots.styled
 def differences(study: Study) -> Figure:
     """How far every sorter ends from D-RR, one panel per task: left of the line is better."""
     sorters, tasks = [s for s in study.settings.sorters if s != BASELINE], list(study.settings.tasks)
-    figure, axes = panels(1, len(tasks), 4.3 * len(tasks) + 1.2, 0.27 * len(sorters) + 1.8, sharey=True)
+    figure, axes = plots.panels(1, len(tasks), 4.3 * len(tasks) + 1.2, 0.27 * len(sorters) + 1.8, sharey=True)
     for panel, task in zip(axes[0], tasks, strict=True):
         for row, sorter in enumerate(sorters):
-            _draw(panel, difference(select(study.table, task=task), sorter), row, sorter_colour(kind(sorter)))
+            _draw(
+                panel, difference(select(study.table, task=task), sorter), row, names.sorter_colour(names.kind(sorter))
+            )
         panel.axvline(0, **plots.GREY, zorder=0)
-        panel.set(title=task_name(task), xlabel="train loss against D-RR (%)", ylim=(len(sorters) - 0.5, -0.5))
-        panel.set_yticks(range(len(sorters)), [sorter_label(sorter) for sorter in sorters])
+        panel.set(title=names.task_name(task), xlabel="train loss against D-RR (%)")
+        panel.set_yticks(range(len(sorters)), [names.sorter_label(sorter) for sorter in sorters])
+        panel.set_ylim(len(sorters) - 0.5, -0.5)
     note = "dots: seeds; bar: mean and 95 % interval, paired over seeds; lower is better"
     return plots.finish(figure, "Where every sorter ends, against random reshuffling", f"{note} · {study.caption()}")
 

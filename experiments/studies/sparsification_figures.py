@@ -5,19 +5,11 @@ from __future__ import annotations
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import LOSS, OTHER_COLOURS, OURS, sorter_label
-from experiments.report.plots import panels, styled
+from experiments.studies import sparsifiers
 from experiments.studies.base import Study
 from experiments.studies.paired import select
 from experiments.studies.sparsification_verdicts import settled_mean
-from experiments.studies.sparsifiers import (
-    DENSE,
-    PUBLISHED,
-    RULES,
-    THRESHOLDS,
-    method_label,
-    options_of,
-    task_label,
-)
+from experiments.studies.sparsifiers import DENSE, PUBLISHED, method_label, options_of, task_label
 
 METHOD_COLOURS = {
     "exdyna": "#c4322b",
@@ -44,10 +36,10 @@ SMOOTH = 5  # iterations, for curves only
 THIN = {"lw": 1.3}
 
 
-@styled
+@plots.styled
 def synthetic(study: Study) -> Figure:
     """Density by iteration, build-up and bytes by workers, imbalance and thresholds by rule, time of selecting."""
-    figure, axes = panels(2, 4, 14, 6.4)
+    figure, axes = plots.panels(2, 4, 14, 6.4)
     unused = iter(axes.flatten())
     for density in list(study.settings.densities)[:2]:
         _draw_density(next(unused), study, density)
@@ -62,12 +54,12 @@ def synthetic(study: Study) -> Figure:
     return plots.finish(figure, title, f"{note} · {study.caption()}")
 
 
-@styled
+@plots.styled
 def trainings(study: Study) -> Figure:
     """Train loss by epoch for every task, at one actual density; dashed with D-RR, drawn out with CD-GraB."""
     rows = select(study.table, measure="training")
     tasks = list(rows["task"].unique())
-    figure, (row_of_panels,) = panels(1, len(tasks), 4.8 * len(tasks), 3.9)
+    figure, (row_of_panels,) = plots.panels(1, len(tasks), 4.8 * len(tasks), 3.9)
     for panel, task in zip(row_of_panels, tasks, strict=True):
         for method in study.settings.trained:
             for sorter in study.settings.sorters:
@@ -123,7 +115,7 @@ def _draw_crowds(panel: Axes, study: Study, column: str, title: str, words: str)
 
 
 def _draw_rules(panel: Axes, study: Study) -> None:
-    for method in RULES:
+    for method in sparsifiers.RULES:
         rows, rule = select(study.table, measure="imbalance", method=method), options_of(method)[1].get("rule")
         colour = VARIANT_COLOURS[rule or "balanced"]
         _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=colour, **THIN)
@@ -133,7 +125,7 @@ def _draw_rules(panel: Axes, study: Study) -> None:
 
 
 def _draw_settling(panel: Axes, study: Study) -> None:
-    for method in THRESHOLDS:
+    for method in sparsifiers.THRESHOLDS:
         rows, rule = select(study.table, measure="settling", method=method), options_of(method)[1]["threshold"]
         _draw_mean(panel, rows, "iteration", "ratio", color=VARIANT_COLOURS[rule], lw=1.1)
     panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
