@@ -18,6 +18,8 @@ from cdgrab.sparsify import SPARSIFIERS
 from experiments import train
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
+from experiments.studies import base as studies
+from experiments.studies import sorters
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import choices, compose
 from experiments.training.loop import Trainer
@@ -132,6 +134,18 @@ def test_a_sorter_of_ones_own_sees_gradients_and_goes_on_where_it_was(recipe, tm
         "longest_first" in choices("sorter")
         and "norms" in make_sorter("longest_first", workers=2, units=4, dim=3).state_dict()["per_worker"]
     )
+
+
+def test_a_sorter_of_ones_own_takes_part_in_the_study_of_sorters(recipe, tmp_path, monkeypatch):
+    recipe("sorter")
+    monkeypatch.setattr(studies, "RESULTS", tmp_path)
+    chosen = ["study=sorters", "size=smoke", "data=embedded", "study.sorters=[d_rr,longest_first]"]
+    study = studies.compose_study(chosen)
+    studies.carry_out(study)
+    assert set(study.table["sorter"]) == {"d_rr", "longest_first"} and study.complete()
+    labels = sorters.differences(study).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["Longest first"]
+    assert any("Longest first ends lower than D-RR" in verdict.claim for verdict in study.verdicts())
 
 
 def test_a_sorter_whose_state_cannot_be_saved_is_refused(tmp_path):

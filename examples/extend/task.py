@@ -20,7 +20,7 @@ from experiments.tasks.settings import whole
 
 
 class Spirals(Classification):
-    name, counted = "spirals", "points"
+    name = "spirals"
     settings = {"points": whole(10), "hidden": whole(1)}  # those of task.yaml that no other task has
 
     @staticmethod

@@ -19,7 +19,7 @@ from cdgrab.errors import CdgrabError, warn
 from experiments.store.files import replacing
 
 FILE = "checkpoint.pt"
-FORMAT = b"cdgrab checkpoint 3 "
+FORMAT = b"cdgrab checkpoint 4 "
 BEFORE = f".{FILE}.old"  # for a moment, while checkpoints grow older
 DAMAGED = "checkpoint.damaged"
 

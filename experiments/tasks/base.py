@@ -31,7 +31,6 @@ class Task:
     """
 
     name: str
-    counted = "rows"  # what `rows["all"]` counts, in captions
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
 

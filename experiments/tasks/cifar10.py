@@ -22,7 +22,7 @@ MODELS = {"lenet": lenet, "linear": linear, "resnet18": lambda: ResNet18(cifar10
 class Cifar10(Classification):
     """Units are images. They stay bytes in memory and are normalised when fetched: a quarter of the space."""
 
-    name, counted, evaluated_at_once = "cifar10", "pictures", 2000
+    name, evaluated_at_once = "cifar10", 2000
     settings = {
         "model": one_of(*MODELS),
         "limit": whole(1, optional=True),

@@ -41,7 +41,7 @@ class Encoded:
 class Glue(Classification):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
-    name, counted = "glue", "examples"
+    name = "glue"
 
     settings = {
         **{"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)},

@@ -33,7 +33,7 @@ class Gpt2Wiki103(Task):
     The second split is the text's validation part (which the published code calls test): its metrics are named so.
     """
 
-    name, counted = "gpt2_wiki103", "tokens used"
+    name = "gpt2_wiki103"
 
     settings = {
         **{"context": whole(2), "width": whole(1), "layers": whole(1), "heads": whole(1)},

@@ -18,7 +18,7 @@ from experiments.tasks.settings import number, whole
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
-    name, counted = "lr_hmda", "applications"
+    name = "lr_hmda"
     settings = {"limit": whole(1, optional=True), "train_share": number(above=0.0, below=1.0)}
 
     @staticmethod

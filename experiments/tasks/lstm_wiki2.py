@@ -46,7 +46,7 @@ class LstmWiki2(Task):
     published code. Evaluation reads the text in its own order.
     """
 
-    name, counted = "lstm_wiki2", "words"
+    name = "lstm_wiki2"
 
     settings = {
         **dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1)),

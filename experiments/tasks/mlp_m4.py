@@ -19,7 +19,7 @@ from experiments.tasks.settings import number, whole
 class MlpM4(Task):
     """Units are windows: 20 values in, 6 out, every third position; each series standardised by its own past."""
 
-    name, counted = "mlp_m4", "windows"
+    name = "mlp_m4"
 
     settings = {
         **dict.fromkeys(("window_in", "window_out", "stride", "hidden"), whole(1)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter
@@ -40,6 +39,7 @@ from experiments.training.parts import (
     BLOCK_BYTES,
     MOST_STEPS_PER_BLOCK,
     make_sparse_mean,
+    progress_bar,
     steps_per_block,
     warm_up_shards,
     warm_up_sorter,
@@ -185,7 +185,8 @@ class Trainer:
         raise `Stopped` at the end of the block.
         """
         self._stop = stop
-        with _progress_bar(self, quiet) as bar, torch.no_grad():
+        visible = not quiet and self.group.rank == 0
+        with progress_bar(self.config, self.steps, self._steps_done(), visible) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
                 clock = self.clock = Clock(self.clock.seconds if self.position else None)
                 if not self.position:
@@ -203,6 +204,9 @@ class Trainer:
                 self.epochs_done, self.position = self.epochs_done + 1, 0
                 log.record(_line(self.epochs_done, metrics, clock))
                 self.save()
+
+    def _steps_done(self) -> int:
+        return self.epochs_done * self.steps + self.position // self.microbatch
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
         """All steps of an epoch, or those left of it, in which workers visit their units in this order [local workers,
@@ -308,15 +312,3 @@ def _line(epoch: int, metrics: dict, clock: Clock) -> dict:
     phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
     rest = {"seconds": round(sum(phases.values()) - phases["evaluation"], 6), "order_hash": metrics.pop("order_hash")}
     return {"epoch": epoch, **metrics, **rest, "phases": phases}
-
-
-def _progress_bar(trainer: Trainer, quiet: bool) -> tqdm:
-    config = trainer.config
-    return tqdm(
-        total=config.epochs * trainer.steps,
-        initial=trainer.epochs_done * trainer.steps + trainer.position // trainer.microbatch,
-        desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
-        unit="step",
-        disable=quiet or trainer.group.rank > 0 or not sys.stderr.isatty(),
-        dynamic_ncols=True,
-    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
+from tqdm import tqdm
 
 from cdgrab.balance import kernels
 from cdgrab.runtime.group import WorkerGroup
@@ -47,3 +50,14 @@ def warm_up_shards(parameters: Tensor) -> None:
     rows = parameters.new_zeros(1, 1, 1)
     running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=parameters.device) for _ in range(2))
     kernels.balance_divided(rows, running, limits, lambda products: products)
+
+
+def progress_bar(config: DictConfig, steps_per_epoch: int, steps_done: int, visible: bool) -> tqdm:
+    return tqdm(
+        total=config.epochs * steps_per_epoch,
+        initial=steps_done,
+        desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
+        unit="step",
+        disable=not visible or not sys.stderr.isatty(),
+        dynamic_ncols=True,
+    )
