@@ -115,7 +115,15 @@ BAD = [
     (["task=nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(choices('task'))}"),
     (["sorter=nonsense"], "unknown sorter 'nonsense'; the sorters are cd_grab, d_rr"),
     (["experiment=nonsense"], f"unknown experiment 'nonsense'; the experiments are {', '.join(choices('experiment'))}"),
+    (["task=nonsense", "sorter=other"], "2 settings are wrong: unknown task 'nonsense'; the tasks are"),
     (["workers=5"], "task.batch=16 cannot be split evenly over workers=5"),
+    (
+        ["workers=0", "task.lr=fast", "task.dtype=float8", "data=magic", "+sorter.magic=1"],
+        "5 settings are wrong: data must be auto or embedded, got 'magic'; "
+        "workers must be a whole number of at least 1, got 0; "
+        "task.lr must be a number above 0, got 'fast'; task.dtype must be float32 or float64, got 'float8'; "
+        "sorter cd_grab has no option magic",
+    ),
     (["workers=0"], "workers must be a whole number of at least 1"),
     (["workers=two"], "workers must be a whole number"),
     (["task.batch=4096", "workers=4096"], "fewer training units"),

@@ -133,7 +133,6 @@ def compose(overrides: list[str]) -> Run:
 def compose_config(overrides: list[str], name: str = "config") -> DictConfig:
     """configs/<name>.yaml with these Hydra overrides."""
     check_choices(overrides)
-    _store_extensions()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -159,29 +158,24 @@ def _task_defaults() -> dict:
 
 
 def _own_settings(group: str, name: str) -> dict:
-    """What the yaml of this name says by itself. For a class from elsewhere that is a yaml of the same name beside its
-    file, if there is one, and the options that its constructor takes."""
+    """What the yaml of this name says by itself. For a class from elsewhere: of a task, a yaml of the same name beside
+    its file, if there is one; of a sorter or sparsifier, its options with their defaults."""
     path = CONFIGS / group / f"{name}.yaml"
     if path.exists() or name not in REGISTRIES[group]:
         return _loaded(path)
     chosen = REGISTRIES[group][name]
+    if group != "task":
+        wanted = sorter_options(name) if group == "sorter" else ("density", *sparsifier_options(name))
+        parameters = [p for base in chosen.__mro__[::-1] for p in inspect.signature(base.__init__).parameters.values()]
+        return {"name": name} | {p.name: p.default for p in parameters if p.name in wanted and p.default is not p.empty}
     file = getattr(sys.modules.get(chosen.__module__), "__file__", None)  # none of a class typed in a session
     beside = Path(file).with_suffix(".yaml") if file else path
-    return {"name": name} | _options(group, name, chosen) | (_loaded(beside) if beside.exists() else {})
+    return {"name": name} | (_loaded(beside) if beside.exists() else {})
 
 
 @cache
 def _loaded(path: Path) -> dict:
     return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-
-
-def _options(group: str, name: str, chosen: type) -> dict:
-    """The options of a sorter or sparsifier with their defaults."""
-    if group == "task":
-        return {}
-    wanted = sorter_options(name) if group == "sorter" else ("density", *sparsifier_options(name))
-    parameters = [p for base in chosen.__mro__ for p in inspect.signature(base.__init__).parameters.values()]
-    return {p.name: p.default for p in reversed(parameters) if p.name in wanted and p.default is not p.empty}
 
 
 def _store_extensions() -> None:
@@ -201,14 +195,17 @@ def _in_own_order(task: DictConfig) -> dict:
 
 def check_choices(overrides: list[str]) -> None:
     """Refuse unknown names, and words that are no settings, before Hydra says so in several lines."""
-    for override in overrides:
-        key, equals, values = override.partition("=")
-        if not equals:
-            raise CdgrabError(f"{override!r} is not a setting of the form key=value")
-        unknown = [v for v in values.split(",") if key in GROUPS and v not in choices(key)]
-        if unknown:
-            plural = PLURALS.get(key, f"{key}s")
-            raise CdgrabError(f"unknown {key} {unknown[0]!r}; the {plural} are {', '.join(choices(key))}")
+    _store_extensions()
+    refuse([complaint for override in overrides if (complaint := _unknown(override))])
+
+
+def _unknown(override: str) -> str | None:
+    key, equals, values = override.partition("=")
+    if not equals:
+        return f"{override!r} is not a setting of the form key=value"
+    unknown = [value for value in values.split(",") if key in GROUPS and value not in choices(key)]
+    plural = PLURALS.get(key, f"{key}s")
+    return f"unknown {key} {unknown[0]!r}; the {plural} are {', '.join(choices(key))}" if unknown else None
 
 
 def _sizes(config: DictConfig, source: Source) -> DictConfig:
