@@ -22,49 +22,35 @@ class Curves:
     paired: bool = False  # the point at epoch x stands for epochs x and x + 1
 
 
-def _figure3(figure: str, metrics: dict[str, str], **options) -> Curves:
-    return Curves(
-        "fig3_published", {ours: f"{figure}/{theirs}/{{axis}}" for ours, theirs in metrics.items()}, **options
-    )
+def _curves(file: str, panel: str, axes: tuple[str, ...] = AXES, paired: bool = False, **metrics: str) -> Curves:
+    """metrics: by our name, the one that takes the place of * in the panel's."""
+    return Curves(file, {ours: panel.replace("*", theirs) for ours, theirs in metrics.items()}, axes, paired)
 
 
 # Files of one experiment in the order in which they are believed: a later one only adds series that are missing.
 # Perplexities are the published code's, which our runs log under a name of their own.
+LOSS = {"train_loss": "train_loss"}
+ACCURACY, PERPLEXITY = LOSS | {"test_accuracy": "test_acc"}, LOSS | {"test_ppl_authors": "test_ppl"}
+SMAPE = LOSS | {"test_smape": "test_smape"}
 PUBLISHED: dict[str, tuple[Curves, ...]] = {
     "fig3a_lr_hmda": (
-        _figure3("fig3a_lr_hmda", {"train_loss": "train_loss", "test_accuracy": "test_accuracy"}, paired=True),
-        Curves("lr_hmda_{axis}", {"train_loss": "train_loss", "test_accuracy": "test_acc"}, paired=True),
+        _curves("fig3_published", "fig3a_lr_hmda/*/{axis}", paired=True, **LOSS, test_accuracy="test_accuracy"),
+        _curves("lr_hmda_{axis}", "*", paired=True, **ACCURACY),
     ),
     "fig3b_lstm_wiki2": (
-        _figure3("fig3b_lstm_wiki2", {"train_loss": "train_loss", "test_ppl_authors": "test_ppl"}),
-        Curves("lstm_wiki2_{axis}", {"train_loss": "train_loss", "test_ppl_authors": "test_ppl"}),
+        _curves("fig3_published", "fig3b_lstm_wiki2/*/{axis}", **PERPLEXITY),
+        _curves("lstm_wiki2_{axis}", "*", **PERPLEXITY),
     ),
-    "fig3c_mlp_m4": (_figure3("fig3c_mlp_m4", {"train_loss": "train_loss", "test_smape": "test_smape"}),),
-    "fig3c_mlp_m4_4workers": (Curves("mlp_m4_{axis}", {"train_loss": "train_loss", "test_smape": "test_smape"}),),
-    "fig4_cifar10_workers": (
-        Curves(
-            "lenet_cifar10_workers",
-            {"train_loss": "workers={column}/train_loss", "test_accuracy": "workers={column}/test_acc"},
-            axes=("epoch",),
-        ),
-    ),
+    "fig3c_mlp_m4": (_curves("fig3_published", "fig3c_mlp_m4/*/{axis}", **SMAPE),),
+    "fig3c_mlp_m4_4workers": (_curves("mlp_m4_{axis}", "*", **SMAPE),),
+    "fig4_cifar10_workers": (_curves("lenet_cifar10_workers", "workers={column}/*", AXES[:1], **ACCURACY),),
     "fig9_cifar10_herding": (
-        Curves("lenet_cifar10_herding", {"herding_per_vector": "workers={column}"}, axes=("epoch",), paired=True),
+        _curves("lenet_cifar10_herding", "*", AXES[:1], paired=True, herding_per_vector="workers={column}"),
     ),
-    "fig12_cifar10_lr": (
-        Curves(
-            "lenet_cifar10_lr",
-            {"train_loss": "lr={column}/train_loss", "test_accuracy": "lr={column}/test_acc"},
-            axes=("epoch",),
-        ),
-    ),
-    "fig11_gpt2_wiki103": (
-        Curves("gpt2_wiki103_epoch", {"train_loss": "train_loss", "val_ppl_authors": "test_ppl"}, axes=("epoch",)),
-    ),
-    "study_herding": (Curves("random_herding", {"bound": "{column}"}, axes=("epoch",)),),
-    "table1_glue": (
-        Curves("table1_glue", {"val_accuracy": "{column}", "val_accuracy_mm": "{column}-mm"}, axes=("epoch",)),
-    ),
+    "fig12_cifar10_lr": (_curves("lenet_cifar10_lr", "lr={column}/*", AXES[:1], **ACCURACY),),
+    "fig11_gpt2_wiki103": (_curves("gpt2_wiki103_epoch", "*", AXES[:1], **LOSS, val_ppl_authors="test_ppl"),),
+    "study_herding": (_curves("random_herding", "*", AXES[:1], bound="{column}"),),
+    "table1_glue": (_curves("table1_glue", "*", AXES[:1], val_accuracy="{column}", val_accuracy_mm="{column}-mm"),),
 }
 
 
