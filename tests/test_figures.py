@@ -399,7 +399,11 @@ for module, arguments, _ in {BAD_CALLS}:
 def test_notebooks_only_read_results():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
-        assert "cdgrab" in code and not re.search(r"\bopen\(|data_root|CDGRAB_DATA|plt\.(?!show)", code)
+        imported = set(re.findall(r"^ *(?:from|import) ([\w.]+)", code, re.M))
+        assert imported <= {"IPython.display", "experiments.store.bench"} | {
+            name for name in imported if name.startswith(("experiments.report", "experiments.studies"))
+        }
+        assert not re.search(r"\bopen\(|data_root|CDGRAB_DATA|plt\.", code)
 
 
 def test_notebooks_share_this_process_and_nothing_else(tmp_path, monkeypatch):

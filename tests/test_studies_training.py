@@ -67,7 +67,7 @@ def test_tasks_take_part_of_their_data_and_another_model():
     assert sum(p.numel() for p in linear.model.parameters()) == 30_730
     images, _ = linear.fetch("test", torch.arange(5))
     assert linear.model(images).shape == (5, 10) and linear.model(images[0]).shape == (10,)
-    with pytest.raises(CdgrabError, match="task.model must be lenet or linear or resnet18, got 'mlp'"):
+    with pytest.raises(CdgrabError, match="task.model must be lenet, linear or resnet18, got 'mlp'"):
         task("task=cifar10", "task.model=mlp")
 
 
