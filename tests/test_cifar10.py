@@ -105,8 +105,8 @@ def test_the_model_is_lenet(problem):
 
 
 def test_evaluation_in_chunks_equals_the_ordinary_network(problem, monkeypatch):
-    monkeypatch.setattr("experiments.tasks.cifar10.EVALUATED_AT_ONCE", 150)
     task, flat, vector, _ = problem
+    monkeypatch.setattr(task, "evaluated_at_once", 150)
     model = ordinary_lenet()
     torch.nn.utils.vector_to_parameters(vector, model.parameters())
     with torch.no_grad():

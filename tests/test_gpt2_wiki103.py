@@ -248,7 +248,7 @@ def first_line(root):
     [
         ("task.context=1", "task.context must be a whole number of at least 2"),
         ("task.vocabulary=100", "task.vocabulary must be a whole number of at least 256"),
-        ("task.vocabulary=100000", "task.vocabulary must be at most 65,536"),
+        ("task.vocabulary=100000", "task.vocabulary must be a whole number of at most 65536"),
         ("task.vocabulary=5000", "fewer than task.vocabulary=5000"),
         ("task.width=13", "cannot be split evenly over task.heads=2"),
         ("task.truncate_lines=0", "task.truncate_lines must be a whole number of at least 1"),

@@ -205,7 +205,7 @@ def test_clipping_equals_torch_over_a_hundred_steps(clip, traced):
 @pytest.mark.parametrize("clip", [0, -1.0, "much", True])
 def test_bad_clip_is_refused(clip):
     with pytest.raises(CdgrabError, match="task.clip must be null or a number above 0"):
-        Optimiser(OmegaConf.create(SGD | {"clip": clip}), 1, 1, torch.zeros(3))
+        compose(["task=lstm_wiki2", "data=embedded", f"task.clip={clip}"])
 
 
 def test_words_are_split_on_white_space_and_numbered_over_all_files(root):

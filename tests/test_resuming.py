@@ -73,6 +73,24 @@ def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
     assert pieces.lines == whole.lines and stops >= 1 and inside >= 1
 
 
+def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
+    settings, calls, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3"], count(1), Log()
+    stopped, other = trainer(settings, tmp_path / "one"), trainer(settings, tmp_path / "other")
+    trainer(settings, tmp_path / "whole").fit(whole, quiet=True)
+    with pytest.raises(Stopped):
+        stopped.fit(Log(), quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == 7))
+    state, rest = stopped.state_dict(), Log()
+    before = other.loop.parameters.clone()
+    for wrong in ({"position": -1}, {"epochs_done": 4}, {"parameters": torch.zeros(3)}, {"optimiser": []}):
+        with pytest.raises(TypeError, match="not the state of such a run"):
+            other.load_state_dict(state | wrong)
+    assert torch.equal(other.loop.parameters, before) and not other.position  # a refused state changes nothing
+    other.load_state_dict(state)
+    assert other.epochs_done == 1 and 0 < other.position < other.units
+    other.fit(rest, quiet=True)
+    assert rest.lines == whole.lines[1:]
+
+
 def test_checkpoints_on_the_way_change_nothing(tmp_path):
     logs = []
     for name, every in (("none", "null"), ("some", "5")):
