@@ -1,8 +1,8 @@
 """Settings and helpers shared by the tests."""
 
-import json
 import os
 import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
 
@@ -14,7 +14,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
 
 import numpy as np
-import process_runs
 import pytest
 from filelock import FileLock
 from hypothesis import settings
@@ -23,7 +22,6 @@ import cdgrab
 from cdgrab import streams
 from cdgrab.balance import kernels, reference
 from experiments.store.files import ROOT
-from experiments.training.launcher import torchrun
 
 settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("reproducible")
@@ -155,11 +153,9 @@ def spawned(tmp_path_factory):
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             folder.mkdir()
-            os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-            for processes in sorted(process_runs.PROCESSES, reverse=True):
-                found, runs = folder / str(processes), process_runs.wanted(folder, processes)
-                found.mkdir()
-                assert torchrun(["-m", "tests.process_checks", str(found), json.dumps(runs)], processes) == 0
+            search = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, "-m", "tests.process_checks", str(folder)]
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": search}, check=True)
             (folder / "complete").touch()
     return folder
 

@@ -24,7 +24,7 @@ VARIANTS = [
     ("exdyna", {"threshold": "paper", "rule": "paper", "blocks": 40}),
 ]
 SHAPES = [(8, 1000, True), (4, 37, False)]  # workers, dim, whether processes divide the coordinates to sum values
-ITERATIONS, REFUSED_AT, RESUMED_AT = 10, 3, 6
+ITERATIONS, REFUSED_AT, RESUMED_AT = 7, 2, 4
 
 
 def gradients(count, dim):
@@ -64,7 +64,7 @@ def trajectory(group, shape, variant):
 
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
-STEPS, PAUSE = 7, 4  # checkpoint and a new model after PAUSE steps
+STEPS, PAUSE = 6, 3  # checkpoint and a new model after PAUSE steps
 DDP = [("exdyna", {}), ("topk", {}), ("deft", {}), ("dense", {})]
 
 

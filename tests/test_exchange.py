@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_gradients, oracle
-from exchange_checks import KINDS, WAYS, cases, name_of, shapes
+from exchange_checks import EPOCHS, KINDS, WAYS, cases, name_of, shapes
 from process_runs import PROCESSES
 
 import cdgrab
@@ -24,16 +24,16 @@ def alone(shape, kind, options):
     workers, units, dim = shape
     sorter = cdgrab.make_sorter("cd_grab", workers=workers, units=units, dim=dim, seed=5, **options)
     orders = []
-    for epoch, gradients in enumerate(make_gradients(kind, 3, *shape)):
+    for epoch, gradients in enumerate(make_gradients(kind, EPOCHS, *shape)):
         orders.append(sorter.order(epoch))
         sorter.observe(range(units), gradients)
-    return torch.stack([*orders, sorter.order(3)])
+    return torch.stack([*orders, sorter.order(EPOCHS)])
 
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_orders_equal_those_of_one_process(found, processes, how):
-    for case in cases(processes):
+    for case in cases(processes, how):
         assert torch.equal(found[processes][name_of(*case), how], alone(*case)), case
 
 
@@ -42,7 +42,7 @@ def test_orders_equal_those_of_one_process(found, processes, how):
 def test_divided_orders_equal_the_papers_pseudocode(found, processes, kind):
     for shape in shapes(processes):
         orders = found[processes][name_of(shape, kind, {}), "divided"]
-        assert torch.equal(orders, oracle("cd_grab", orders[0], make_gradients(kind, 3, *shape)))
+        assert torch.equal(orders, oracle("cd_grab", orders[0], make_gradients(kind, EPOCHS, *shape)))
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
