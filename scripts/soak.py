@@ -1,12 +1,12 @@
-"""Kill and resume runs at random for some minutes, and compare each with one that was never disturbed.
+"""Kill and resume runs at random for some minutes, and compare each with an undisturbed one.
 
     python -m scripts.soak                       # `make soak`: ten minutes
     python -m scripts.soak --seconds 60 --seed 3
 
-Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data; so are the moments, most of them
-while it trains, some while it starts, and what happens then: one rank is killed (torchrun starts all of them again),
-everything is killed, or a scheduler asks for the end. At last metrics, orders and parameters must be those of the
-undisturbed run, to the last bit; no process may be left behind, none may hang, and none may end in a traceback.
+Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data. So are the moments, mostly during
+training, sometimes during the start, and what happens then: one rank is killed (torchrun restarts all of them),
+everything is killed, or a scheduler asks the run to stop. In the end metrics, orders and parameters must equal those of
+the undisturbed run to the last bit; no process may be left behind, hang, or end in a traceback.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SORTERS = ["cd_grab", "cd_grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "r
 SPARSIFIERS = [[], [], ["sparsifier=exdyna", "sparsifier.density=0.05"], ["sparsifier=topk", "sparsifier.density=0.05"]]
 WORKERS, PROCESSES = 4, (1, 1, 1, 2, 4)
 LANES = 2  # runs under way at the same time
-MOST = 12  # kills of one run, which then may end
+MOST = 12  # kills per run; after them it may finish
 STARTING, TRAINING = "while starting", "in training"
-EARLY = 0.2  # of all kills come at a random moment after the start, which is mostly before training begins
-LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next one
-LIMIT = 240.0  # seconds after which something hangs
+EARLY = 0.2  # share of kills soon after the start, mostly before training begins
+LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next kill
+LIMIT = 240.0  # seconds after which a process counts as hanging
 TIMES = ("seconds", "phases")  # what differs from run to run
 
 
 @dataclass
 class Case:
-    """A run, as it is told on the command line, and on how many processes."""
+    """A run: its settings on the command line, and its number of processes."""
 
     settings: list[str]
     processes: int
@@ -86,7 +86,7 @@ def draw(generator: random.Random) -> Case:
 
 
 def disturbed(case: Case, folder: Path, generator: random.Random, over: threading.Event) -> Counter:
-    """Until the run is done, and without more trouble when it is over. Returns the kills by their moments."""
+    """Kill and resume the run until it finishes; no more kills once time is `over`. Returns the kills by moment."""
     kills: Counter = Counter()
     while True:
         begun = _changed(folder)
@@ -105,7 +105,7 @@ def disturbed(case: Case, folder: Path, generator: random.Random, over: threadin
 
 
 def _wait(process: subprocess.Popen, folder: Path, begun: int, generator: random.Random) -> str | None:
-    """Until the moment for a kill; None when the run ends before it. `begun`: the manifest of the start before."""
+    """Wait for the moment of a kill; None when the run ends before it. begun: when the manifest was last written."""
     moment = STARTING if generator.random() < EARLY else TRAINING
     hangs = time.monotonic() + LIMIT
     while moment == TRAINING and _changed(folder) == begun and process.poll() is None:
@@ -119,7 +119,7 @@ def _wait(process: subprocess.Popen, folder: Path, begun: int, generator: random
 
 
 def _one_rank_killed(case: Case, process: subprocess.Popen, generator: random.Random) -> bool:
-    """In a third of the cases in which there are several."""
+    """Kill one rank, in a third of the cases where there are several."""
     ranks = _children(process.pid)
     if case.processes == 1 or len(ranks) < case.processes or generator.random() > 1 / 3:
         return False
@@ -128,7 +128,7 @@ def _one_rank_killed(case: Case, process: subprocess.Popen, generator: random.Ra
 
 
 def _end(case: Case, process: subprocess.Popen, generator: random.Random) -> None:
-    """All of it, at once or by a scheduler's signal."""
+    """End the whole run, at once or with a scheduler's signal."""
     if generator.random() < 1 / 3:
         _kill(process.pid, signal.SIGTERM)
         early = {-signal.SIGTERM}  # before it listened
@@ -157,7 +157,7 @@ def _changed(folder: Path) -> int:
 
 
 def _left_behind(folder: Path) -> list[int]:
-    """Processes of this run, after those that are ending had time to."""
+    """Processes of this run that are still there after a while."""
     deadline = time.monotonic() + 20
     while True:
         found = []
@@ -192,13 +192,13 @@ def log_of(folder: Path) -> Path:
 
 
 def tracebacks(folder: Path) -> int:
-    """In what was printed, but for those of torchrun itself when it gets a signal."""
+    """How many were printed, not counting torchrun's own when it gets a signal."""
     _, *found = log_of(folder).read_text().split("Traceback (most recent call last)")
     return sum("SignalException" not in words for words in found)
 
 
 def outcome(folder: Path) -> tuple:
-    """What must be the same: metrics line by line, without times, and what is in the checkpoint."""
+    """What must be equal: the metrics without times, and the checkpoint."""
     text = (folder / "metrics.jsonl").read_text()
     lines = [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in text.splitlines()]
     saved = checkpoint.load(folder)
@@ -206,7 +206,7 @@ def outcome(folder: Path) -> tuple:
 
 
 def same(one: object, other: object) -> bool:
-    """To the last bit."""
+    """Equal to the last bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, (list, tuple)):
@@ -215,7 +215,7 @@ def same(one: object, other: object) -> bool:
 
 
 def soak(scratch: Path, seed: str, over: threading.Event) -> Counter:
-    """One run after the other until it is over: kills by their moments, runs and differences."""
+    """One run after another until time is over: counts kills by moment, runs and differences."""
     generator, found = random.Random(seed), Counter()
     try:
         while not over.is_set():

@@ -1,4 +1,4 @@
-"""Bad input, thousands of times: see `__main__`. Every kind makes up attempts without end."""
+"""Bad input, thousands of times: see `__main__`. Every kind of input is an endless stream of attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"settings": settings, "files": files, "runs": runs, "gradients": gradie
 
 
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
-    """How many inputs were taken and refused, and the findings by what they are."""
+    """Counts of inputs that were taken and refused, and of each finding."""
     found: Counter = Counter()
     attempts = KINDS[kind](generator, scratch)
     for _ in tqdm(range(inputs), desc=kind, unit="input", disable=not sys.stderr.isatty()):

@@ -1,10 +1,10 @@
-"""Bad input, thousands of times: whatever comes, one sentence, and nothing lost.
+"""Bad input, thousands of times: every answer must be one sentence, and nothing may be lost.
 
     python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
     python -m scripts.fuzz --inputs 500 --seed 3
 
-Settings of every key, data files, files of a run, and gradients are made up or damaged at random. An input may be
-taken, or refused by an error that is one sentence; anything else, and any change to what was there, is a finding.
+Settings, data files, a run's files and gradients are made up or damaged at random. An input may be accepted, or refused
+with an error of one sentence; anything else, and any change to existing files, is a finding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(command_line: list[str] | None = None) -> int:
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
     shares = {arguments.kind: 1.0} if arguments.kind else SHARES
     os.environ.pop("CDGRAB_DATA", None)
-    resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # what asks for more memory is refused it
+    resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # a cap on memory
     logging.getLogger("cdgrab").addHandler(logging.NullHandler())
     print(f"seed {seed}", flush=True)
     findings = 0

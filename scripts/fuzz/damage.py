@@ -1,4 +1,4 @@
-"""Files that are cut, flipped, of another encoding, empty, huge, folders, links to themselves, or gone."""
+"""Damage a file: cut it, flip bits, change its encoding, empty it, blow it up, or put a folder or link in its place."""
 
 from __future__ import annotations
 

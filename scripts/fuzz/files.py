@@ -16,7 +16,7 @@ from scripts.fuzz.damage import contents, damage
 
 
 def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Files that are cut, flipped, of another encoding, empty, folders, or links to themselves."""
+    """Load a task whose data files include a damaged one."""
     text = "".join(f"A line of words , number {n} .\n" for n in range(400))
     rows = "sentence\tlabel\n" + "".join(f"a sentence of {n} words\t{n % 2}\n" for n in range(60))
     week = ",".join(["V1", *(f"V{n}" for n in range(2, 40))]) + "\n"

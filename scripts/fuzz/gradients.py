@@ -1,4 +1,4 @@
-"""What is no gradient, for sorters and sparsifiers."""
+"""Things that are not gradients, for sorters and sparsifiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan")
 
 
 def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """What is no gradient, for sorters and sparsifiers; one that refuses it must be as it was."""
+    """Whoever refuses one must be unchanged afterwards."""
     makers = [lambda name=name: cdgrab.make_sorter(name, workers=2, units=4, dim=3) for name in cdgrab.SORTERS]
     makers += [
         lambda name=name: cdgrab.make_sparsifier(name, workers=2, dim=9, density=0.3) for name in cdgrab.SPARSIFIERS

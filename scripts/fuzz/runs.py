@@ -1,4 +1,4 @@
-"""Files of a run that is half done: damaged, or made to look right with another content."""
+"""Files of a half-finished run: damaged, or counterfeit with the right checksum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MADE = "made by a checkpoint"
 
 
 def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Files of a run that is half done: damaged, or made to look right with another content. It is read or resumed."""
+    """Read or resume such a run."""
     overrides = ["data=embedded", "size=smoke", "task.limit=64", "epochs=3", "compile=off"]
     good, whole = _half_done(scratch, overrides)
     names = [path.name for path in good.iterdir()]
@@ -43,11 +43,11 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
                 run = compose([*overrides, f"run_dir={folder}", "resume=true"])
                 session.may_start(run, speak=False)
                 read_manifest(folder), read_metrics(folder / "metrics.jsonl"), checkpoint.load(folder, lambda _: None)
-        except DivergedError:  # what was made to look right was trained on
+        except DivergedError:  # it went on from a counterfeit
             raise
         except (CdgrabError, OSError):
             there = tuple(contents(folder).values())  # a damaged checkpoint may have been put aside
-            if (folder / "logs").exists():  # training began and could not save; what is after the checkpoint goes
+            if (folder / "logs").exists():  # training began and could not save; lines after the checkpoint may go
                 assert _losses(folder)[:1] == whole[:1], "metrics were changed"
                 before = {path: old for path, old in before.items() if not path.endswith(("manifest.json", ".jsonl"))}
             assert all(any(new.startswith(old) for new in there) for old in before.values()), "a file was changed"
@@ -68,7 +68,7 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
 
 
 def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
-    """The folder of a run that was stopped in its second epoch, and what it comes to when it goes on."""
+    """The folder of a run that was stopped in its second epoch, and its losses when it is resumed."""
     folder, steps = scratch / "good", iter(range(10**6))
     asked = signals.StopRequest.__call__
     signals.StopRequest.__call__ = lambda stop_request: signal.SIGTERM * (next(steps) == 5)
@@ -89,7 +89,7 @@ def _losses(folder: Path) -> list:
 
 
 def _resumed(arguments: list[str]) -> None:
-    """By the command itself; what it refuses, in one line, is raised."""
+    """Resume by the command itself; its refusal, one line, is raised."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
         status = train.main(arguments)
@@ -108,7 +108,7 @@ class Malice:
 
 
 def _counterfeit(folder: Path, generator: random.Random) -> None:
-    """Checkpoints whose checksums are right."""
+    """Write another checkpoint with the right checksum."""
     content = checkpoint.load(folder)
     key = generator.choice(list(content))
     way = generator.choice(("without", "other", "shape", "values", "program", "version"))

@@ -1,4 +1,4 @@
-"""Overrides of every key."""
+"""Overrides of all keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS += ["3000000000", "2000000000", "99999999", "9" * 30, "-" + "9" * 30, "1e3
 
 
 def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Of every task, sorter and sparsifier; some of them up to the first step of training, on little data."""
+    """Compose runs of every task, sorter and sparsifier; some are built for training, on little data."""
 
     def attempt(chosen: list[str], overrides: list[str], build: bool) -> None:
         limit = [] if "task=lr_hmda" in chosen else ["task.limit=16"]
@@ -38,7 +38,7 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
 
 @cache
 def _keys(choice: str) -> list[str]:
-    """With the others' defaults: some keys of those are of no use beside another choice, and must be refused."""
+    """Keys of this choice with the default of the others; beside another choice some do not exist and are refused."""
     flat = flatten(dict(compose_config([choice])))
     return [key for key in flat if not key.startswith(("hydra.", "task.presets."))]
 
