@@ -50,7 +50,8 @@ class LstmWiki2(Task):
 
     settings = {
         **dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1)),
-        **{"limit": whole(1, optional=True), "reset_hidden": flag, "partition": _contiguous},
+        **{"limit": whole(1, optional=True), "test_chunks": whole(2, optional=True)},
+        **{"reset_hidden": flag, "partition": _contiguous},
     }
 
     @staticmethod
@@ -69,6 +70,8 @@ class LstmWiki2(Task):
 
         train, self._test = columns(corpus.train, config.batch), columns(corpus.test, config.test_columns)
         length = config.chunk_length
+        if config.test_chunks is not None:
+            self._test = self._test[:, : config.test_chunks * length + 1]
         # full chunks only; the word after a chunk is its last target
         available, self._test_chunks = ((text.shape[1] - 1) // length for text in (train, self._test))
         self.chunks = min(available, config.limit or available)

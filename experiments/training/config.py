@@ -56,7 +56,7 @@ DEPLOYMENT = {
 }
 
 # What runs that say nothing about it had: it is left out, so that runs from before it existed are still the same runs.
-UNSAID = {"sparsifier.name": "dense", "task.model": "lenet"}
+UNSAID = {"sparsifier.name": "dense", "task.model": "lenet", "task.test_chunks": None}
 
 # Which runs make up an experiment and how they are drawn: says nothing about a single run.
 PLANS = ("task.presets.", "seeds.", "sweeps.", "columns", "candidates")
