@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterator
 
@@ -20,15 +21,19 @@ from experiments import early  # before the imports that take seconds
 if __name__ == "__main__":
     early.listen()
 
-import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
-from experiments.training.config import CONFIGS, check_choices, known_names
-from experiments.training.launcher import launch, launch_all
-from experiments.training.session import REFUSED
+from experiments.training.config import CONFIGS, check_choices, compose_config, known_names, one_line
+from experiments.training.launcher import launch, launch_all, prepare
+from experiments.training.session import exit_status
+
+SWEEP = {"-m", "--multirun"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,28 +42,49 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")
         return 0
-    try:
-        check_choices([argument for argument in arguments if not argument.startswith("-")])
-        wanted, jobs = expanded(arguments)
-        count("jobs", jobs, 1)
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    if jobs > 1 and len(wanted) > 1:
+    return exit_status(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    flags = set(arguments) - set(overrides)
+    check_choices(overrides)
+    if flags - SWEEP or any(re.match(r"[+~]*hydra\b", override) for override in overrides):
+        wanted, jobs = through_hydra(arguments)
+    else:
+        wanted, jobs = expanded(overrides, sweep=bool(flags))
+    count("jobs", jobs, 1)
+    runs = [prepare(overrides) for overrides in wanted]  # what is refused is refused before anything is started
+    if jobs > 1 and len(runs) > 1:
         from experiments.training.jobs import launch_at_once
 
-        statuses = launch_at_once(wanted, jobs)
+        statuses = launch_at_once(runs, jobs)
     else:
-        statuses = launch_all(wanted)
+        statuses = launch_all(runs)
     return next((status for status in statuses if status), 0)
 
 
-def expanded(arguments: list[str]) -> tuple[list[list[str]], int]:
-    """The overrides of every run of a sweep, as Hydra expands it, and how many of them run at once.
+def expanded(overrides: list[str], sweep: bool) -> tuple[list[list[str]], int]:
+    """The overrides of every run, and how many of them run at once. A sweep is the product of all that an experiment's
+    `hydra.sweeper.params` and the command line give several values, as Hydra's own sweeper makes it."""
+    try:
+        if not sweep:
+            return [overrides], compose_config(overrides).jobs
+        parser = OverridesParser.create()
+        parsed = parser.parse_overrides(overrides)
+        config = compose_config([o.input_line for o in parsed if not o.is_sweep_override()], hydras_own=True)
+        params = config.hydra.sweeper.params or {}
+        swept = parser.parse_overrides([*(f"{key}={values}" for key, values in params.items()), *overrides])
+        return BasicSweeper.split_arguments(swept, None)[0], config.jobs
+    except HydraException as error:
+        raise CdgrabError(one_line(error)) from error
 
-    Each run composes its own configuration from its overrides. A launcher that sends jobs elsewhere calls `collect`
-    there: then the run is carried out at once.
-    """
+
+def through_hydra(arguments: list[str]) -> tuple[list[list[str]], int]:
+    """The same by Hydra itself, where its own settings or flags are asked for: it takes longer. A launcher that
+    sends jobs elsewhere calls `collect` there: then the run is carried out at once."""
+    import hydra
+
     wanted, jobs = [], 1
 
     @hydra.main(config_path=str(CONFIGS), config_name="config", version_base="1.3")
@@ -67,7 +93,7 @@ def expanded(arguments: list[str]) -> tuple[list[list[str]], int]:
         jobs = config.jobs
         overrides = list(HydraConfig.get().overrides.task)
         if "submitit" in HydraConfig.get().launcher._target_:
-            if status := launch(overrides):
+            if status := launch(prepare(overrides)):
                 raise SystemExit(status)
         else:
             wanted.append(overrides)

@@ -13,7 +13,7 @@ from experiments import train
 from experiments.launch import main as sweep_main
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import choices, compose, compose_config
-from experiments.training.launcher import launch, process_count
+from experiments.training.launcher import process_count
 
 
 def test_every_sorter_and_task_has_its_yaml():
@@ -222,7 +222,7 @@ def test_hosts_need_a_place_to_meet(capsys):
     for rdzv in ("null", "first-host", "''", "7"):
         with pytest.raises(CdgrabError, match="nnodes=2 hosts need rdzv=first-host:29400 to meet at"):
             compose(["data=embedded", "nnodes=2", f"rdzv={rdzv}"])
-    assert launch(["data=embedded", "nnodes=3", "rdzv=first-host:29400"]) == 2
+    assert sweep_main(["data=embedded", "nnodes=3", "rdzv=first-host:29400"]) == 2
     assert "cannot be split evenly over 3 processes" in capsys.readouterr().err
 
 

@@ -127,22 +127,24 @@ def compose(overrides: list[str]) -> Run:
         refuse([*wrong, *wrong_settings(config)])
         return Run(config, source, _run_directory(config, source, overrides, presets))
     except OmegaConfBaseException as error:  # interpolations that lead nowhere
-        raise CdgrabError(_one_line(error)) from error
+        raise CdgrabError(one_line(error)) from error
 
 
-def compose_config(overrides: list[str], name: str = "config") -> DictConfig:
-    """configs/<name>.yaml with these Hydra overrides."""
+def compose_config(overrides: list[str], name: str = "config", hydras_own: bool = False) -> DictConfig:
+    """configs/<name>.yaml with these Hydra overrides; `hydras_own`: Hydra's settings too."""
     check_choices(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             # a setting of a task may be named with a +, as where it has no default
-            return hydra_compose(name, ["+" + o if o.startswith("+task.") else o for o in overrides])
+            named = ["+" + o if o.startswith("+task.") else o for o in overrides]
+            return hydra_compose(name, named, return_hydra_config=hydras_own)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise CdgrabError(_one_line(error)) from error
+        raise CdgrabError(one_line(error)) from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What Hydra and OmegaConf say in several."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 

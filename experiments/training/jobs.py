@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
 from experiments import early
-from experiments.training.launcher import launch
+from experiments.training.launcher import Prepared, launch
 from experiments.training.session import REFUSED
 from experiments.training.signals import STATUS
 
@@ -38,13 +38,13 @@ class _Worker:
 
 def _carry_out_runs(line: Connection) -> None:
     early.listen()
-    while overrides := line.recv():
-        line.send(launch(overrides))
+    while prepared := line.recv():
+        line.send(launch(prepared))
 
 
-def launch_at_once(wanted: list[list[str]], jobs: int) -> list[int]:
+def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
     """Exit statuses. A refused run ends the sweep; a signal ends the runs under way too."""
-    waiting, statuses = deque(wanted), []
+    waiting, statuses = deque(runs), []
     workers: list[_Worker] = []
     idle: list[_Worker] = []
     with _ending_on_signals(workers):

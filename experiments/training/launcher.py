@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,12 +31,31 @@ def process_count(wanted: int | str, workers: int) -> int:
     return wanted
 
 
-def launch(overrides: list[str]) -> int:
-    """Carry out one run unless it is complete; an interrupted one goes on. Returns the exit status; a signal that ends
-    the run ends the process, and with it the sweep."""
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can be carried out: what it is, the overrides that say so, and its processes on each host."""
+
+    run: Run
+    overrides: list[str]
+    processes: int
+
+
+def prepare(overrides: list[str]) -> Prepared:
+    """An interrupted run is to go on. Refuses what cannot work."""
     if not any(override.startswith("resume=") for override in overrides):
         overrides = [*overrides, "resume=true"]
-    status = exit_status(partial(_launch, overrides))
+    run = compose(overrides)
+    workers, hosts = run.config.workers, run.config.nnodes
+    WorkerGroup(workers, world_size=hosts)  # refuses hosts and processes that do not divide the workers
+    processes = process_count(run.config.nproc, workers // hosts)
+    WorkerGroup(workers, world_size=hosts * processes)
+    return Prepared(run, overrides, processes)
+
+
+def launch(prepared: Prepared) -> int:
+    """Carry out one run unless it is complete. Returns the exit status. A signal that ends the run ends the process, and
+    so the sweep."""
+    status = exit_status(partial(_launch, prepared))
     gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
     if status in STATUS.values():
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
@@ -43,31 +63,27 @@ def launch(overrides: list[str]) -> int:
     return status
 
 
-def launch_all(wanted: list[list[str]]) -> list[int]:
+def launch_all(runs: list[Prepared]) -> list[int]:
     """Exit statuses. A diverged run does not stop a sweep; a refused one does: the others would be refused too."""
     statuses = []
-    for overrides in wanted:
-        statuses.append(launch(overrides))
+    for prepared in runs:
+        statuses.append(launch(prepared))
         if statuses[-1] == REFUSED:
             break
     return statuses
 
 
-def _launch(overrides: list[str]) -> int:
-    run = compose(overrides)
-    hosts = run.config.nnodes
-    WorkerGroup(run.config.workers, world_size=hosts)  # refuses hosts and processes that do not divide the workers
-    processes = process_count(run.config.nproc, run.config.workers // hosts)
-    WorkerGroup(run.config.workers, world_size=hosts * processes)
+def _launch(prepared: Prepared) -> int:
+    run, processes, hosts = prepared.run, prepared.processes, prepared.run.config.nnodes
     if not may_start(run):
         return 0
     where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
     print(f"running {run.directory} on {run.source.description}, {where}", flush=True)
-    if processes == hosts == 1 and not _survives_its_death(run, overrides):
+    if processes == hosts == 1 and not _survives_its_death(prepared):
         carry_out(run)
         status = 0
     else:
-        status = _isolated(run, ["-m", "experiments.train", *overrides], processes)
+        status = _isolated(prepared)
     if status == 0:
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
         shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
@@ -75,12 +91,13 @@ def _launch(overrides: list[str]) -> int:
     return status if status >= 0 else 128 - status  # of a process that was killed, as shells have it
 
 
-def _survives_its_death(run: Run, overrides: list[str]) -> bool:
+def _survives_its_death(prepared: Prepared) -> bool:
     """Whether it was asked for that a run on one process is started again after that is killed."""
-    return run.config.restarts > 0 and any(override.startswith("restarts=") for override in overrides)
+    return prepared.run.config.restarts > 0 and any(o.startswith("restarts=") for o in prepared.overrides)
 
 
-def _isolated(run: Run, arguments: list[str], processes: int) -> int:
+def _isolated(prepared: Prepared) -> int:
+    run, processes, arguments = prepared.run, prepared.processes, ["-m", "experiments.train", *prepared.overrides]
     if run.config.nnodes == 1:
         return _with_restarts(arguments, processes, run.config.restarts)
     name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts
