@@ -53,8 +53,7 @@ def prepare(overrides: list[str]) -> Prepared:
 
 
 def launch(prepared: Prepared) -> int:
-    """Carry out one run unless it is complete. Returns the exit status. A signal that ends the run ends the process, and
-    so the sweep."""
+    """Carry out one run unless it is complete. Returns the exit status; a signal ends the process, and so the sweep."""
     status = exit_status(partial(_launch, prepared))
     gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
     if status in STATUS.values():
