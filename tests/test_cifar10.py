@@ -306,7 +306,7 @@ def smoke_run(folder, *more):
 def test_a_run_logs_everything_and_measuring_changes_nothing(tmp_path):
     plain, measured = smoke_run(tmp_path / "plain"), smoke_run(tmp_path / "measured", "task.herding_every=2")
     assert {"train_loss", "train_accuracy", "test_loss", "test_accuracy"} <= plain[0].keys()
-    sizes = {"workers": 16, "units": 16, "microbatch": 4, "steps_per_epoch": 4, "parameters": 62_006}
+    sizes = {"workers": 16, "units": 8, "microbatch": 4, "steps_per_epoch": 2, "parameters": 62_006}
     assert read_manifest(tmp_path / "plain")["sizes"] == sizes
     assert "herding_per_step" not in measured[0]
     assert 0 < measured[1]["herding_per_step"] <= measured[1]["herding_per_vector"]
