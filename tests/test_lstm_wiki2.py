@@ -123,8 +123,9 @@ def test_gradients_and_carry_over_reordered_chunks_equal_an_ordinary_lstm(root, 
                 torch.testing.assert_close(mine[worker], other, rtol=0, atol=1e-10)
 
 
-def test_evaluation_equals_a_plain_loop_in_file_order(root):
-    task, owned = tiny_task(root)
+@pytest.mark.parametrize("test_chunks", [None, 2])
+def test_evaluation_equals_a_plain_loop_in_file_order(root, test_chunks):
+    task, owned = tiny_task(root, *([f"task.test_chunks={test_chunks}"] if test_chunks else []))
     corpus, ordinary = wikitext.load(task.source)[0], Ordinary(task)
     train_text, test_text = side_by_side(corpus.train.tolist(), BATCH), side_by_side(corpus.test.tolist(), TEST_COLUMNS)
 
@@ -147,9 +148,9 @@ def test_evaluation_equals_a_plain_loop_in_file_order(root):
     shares = torch.arange(task.test_units).tensor_split(4)  # of 4 workers the last has no test column
     with torch.no_grad():
         metrics = task.metrics(totals("train", visited), totals("test", shares))
-        test_losses = chunk_losses(test_text, len(test_text) - 1)
+        test_losses = chunk_losses(test_text, test_chunks * LENGTH if test_chunks else len(test_text) - 1)
         full = [loss for words, loss in test_losses if words == LENGTH]
-        assert len(full) < len(test_losses)
+        assert len(full) < len(test_losses) or len(full) == test_chunks
         assert metrics["train_loss"] == pytest.approx(mean(chunk_losses(train_text, CHUNKS * LENGTH)), abs=1e-12)
         assert metrics["test_ppl"] == pytest.approx(math.exp(mean(test_losses)), rel=1e-12)
         assert metrics["test_ppl_authors"] == pytest.approx(math.exp(sum(full) / (len(full) - 1)), rel=1e-12)
