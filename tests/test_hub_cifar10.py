@@ -95,8 +95,9 @@ def test_cifar10_through_torchvision(tmp_path, monkeypatch):
     (tmp_path / "site" / "torchvision").mkdir(parents=True)
     (tmp_path / "site" / "torchvision" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in {"torchvision", "torchvision.datasets", *(n for n in sys.modules if n.startswith("torchvision."))}:
+        monkeypatch.setitem(sys.modules, name, None)  # so that what stands in for it goes again
+        del sys.modules[name]
     module = tmp_path / "site" / "torchvision" / "datasets.py"
     with pytest.raises(CdgrabError, match=r"torchvision cannot be used \(No module named 'torchvision.datasets'\)"):
         cifar10.download_with_torchvision(tmp_path / "data")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
+from experiments.data.progress import progress
 from experiments.data.sources import check_files
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def encode(
 ) -> np.ndarray:
     """The tokens of all lines one after the other, uint16; of each line at most `longest`, of all at most `most`."""
     parts, found = [np.empty(0, dtype=np.uint16)], 0
-    with tqdm(total=len(lines), unit="line", desc=f"tokenising {what}", disable=not sys.stderr.isatty()) as bar:
+    with progress(total=len(lines), unit="line", desc=f"tokenising {what}") as bar:
         for start in range(0, len(lines), LINES_AT_ONCE):
             some = tokenizer.encode_batch_fast(lines[start : start + LINES_AT_ONCE])
             tokens = chain.from_iterable(line.ids[:longest] for line in some)

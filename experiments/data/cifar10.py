@@ -63,7 +63,7 @@ class Pictures:
 
 def locate(data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
-    folder = data_root(root) if data == "auto" else None
+    folder = data_root(root, data)
     there = [files for files in _layouts(folder) if files[0].parent.is_dir()] if folder else []
     if there:  # a set that looks complete if there is one; else loading names the file that is missing or damaged
         files = next((files for files in there if all(map(_looks_right, files))), there[0])

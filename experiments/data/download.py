@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import shutil
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -14,9 +13,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tqdm import tqdm
-
 from cdgrab.errors import CdgrabError
+from experiments.data.progress import progress
 from experiments.data.sources import Known, Published, by_checksum, is_published
 
 POINTER = b"version https://git-lfs"
@@ -91,14 +89,7 @@ def _download(url: str, path: Path) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
-            bar = tqdm(
-                total=total or None,
-                unit="B",
-                unit_scale=True,
-                desc=url.rpartition("/")[2],
-                disable=not sys.stderr.isatty(),
-            )
-            with bar:
+            with progress(total=total or None, unit="B", unit_scale=True, desc=url.rpartition("/")[2]) as bar:
                 while block := response.read(1 << 16):
                     file.write(block)
                     bar.update(len(block))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
 from experiments.data.cache import cached
+from experiments.data.progress import progress
 from experiments.data.sources import PackagedFile, sha256
 
 PACKAGED = "all-MiniLM-L6-v2"  # the name of the encoder that ships in a pip package, weights and all
@@ -102,7 +101,7 @@ class _Encoder:
     def __call__(self, texts: Texts) -> Tensor:
         order = sorted(range(len(texts)), key=lambda row: sum(map(len, texts[row])))
         vectors = torch.empty(len(texts), self._model.config.hidden_size, device=self._device)
-        bar = tqdm(total=len(texts), unit="text", desc="encoding", disable=not sys.stderr.isatty())
+        bar = progress(total=len(texts), unit="text", desc="encoding")
         with bar, torch.inference_mode(), _all_cores():
             for start in range(0, len(texts), AT_ONCE):
                 rows = order[start : start + AT_ONCE]

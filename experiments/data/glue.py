@@ -85,12 +85,12 @@ def locate(dataset: str = DEFAULT, data: str = "auto", root: str | None = None) 
     """The source that a run with these settings uses. Does not read the files yet."""
     if dataset not in LAYOUTS:
         raise CdgrabError(f"task.dataset must be one of {', '.join(LAYOUTS)}, got {dataset!r}")
-    missing = missing_files(root) if data == "auto" else dict.fromkeys(LAYOUTS, ["its files"])
-    there = [name for name, files in missing.items() if not files]
-    folder = data_root(root) if data == "auto" else None
+    folder = data_root(root, data)
     if dataset == DEFAULT and not (folder and (folder / "glue").is_dir()):
         return _embedded()
+    missing = missing_files(root) if data == "auto" else dict.fromkeys(LAYOUTS, ["its files"])
     if missing[dataset]:
+        there = [name for name, files in missing.items() if not files]
         others = f"there are {', '.join(there)}" if there else "data=embedded needs no files"
         raise CdgrabError(
             f"task.dataset={dataset} needs {' and '.join(missing[dataset])} in CDGRAB_DATA ({GET}); {others}"
@@ -102,13 +102,9 @@ def locate(dataset: str = DEFAULT, data: str = "auto", root: str | None = None) 
 def missing_files(root: str | None = None) -> dict[str, list[str]]:
     """By dataset, the files that are not there, relative to the data root."""
     folder = data_root(root)
+    wanted = {name: [f"glue/{name}/{file}" for file in layout.rows] for name, layout in LAYOUTS.items()}
     return {
-        name: [
-            f"glue/{name}/{file}"
-            for file in layout.rows
-            if folder is None or not (folder / "glue" / name / file).is_file()
-        ]
-        for name, layout in LAYOUTS.items()
+        name: [file for file in files if not (folder and (folder / file).is_file())] for name, files in wanted.items()
     }
 
 

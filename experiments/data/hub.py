@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
 from experiments.data import bpe, cifar10, text_blocks, wikitext
 from experiments.data.download import fetch_missing, install, reason
+from experiments.data.progress import progress
 from experiments.data.sources import Published, by_checksum, is_published
 from experiments.data.text_blocks import count_lines
 
@@ -71,7 +71,7 @@ def _ask(address: str) -> None:
 
 def rows(dataset: Dataset, what: str) -> Iterator[dict]:
     """One by one, with a progress bar; read many at once, which is faster by far."""
-    with tqdm(total=len(dataset), unit="row", desc=f"writing {what}", disable=not sys.stderr.isatty()) as bar:
+    with progress(total=len(dataset), unit="row", desc=f"writing {what}") as bar:
         for some in dataset.iter(ROWS_AT_ONCE):
             for values in zip(*some.values(), strict=True):
                 yield dict(zip(some, values, strict=True))

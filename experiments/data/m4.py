@@ -35,7 +35,7 @@ class Series:
 
 def locate(data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
-    folder = data_root(root) if data == "auto" else None
+    folder = data_root(root, data)
     if folder and (folder / "m4").is_dir():
         files = tuple(folder / "m4" / name for name in PUBLISHED)
         return Source("M4-weekly", "M4 competition, weekly series", files, papers_own=True, how_to_get=GET)

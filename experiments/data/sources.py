@@ -42,8 +42,10 @@ class Source:
             require_file(path, self.how_to_get)
 
 
-def data_root(configured: str | None) -> Path | None:
-    """`data_root=` or the environment variable CDGRAB_DATA, else ./data when it exists."""
+def data_root(configured: str | None, data: str = "auto") -> Path | None:
+    """`data_root=` or the environment variable CDGRAB_DATA, else ./data when it exists; None for embedded `data`."""
+    if data == "embedded":
+        return None
     chosen = configured or os.environ.get("CDGRAB_DATA")
     if chosen:
         root = Path(chosen).expanduser()

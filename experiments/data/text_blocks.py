@@ -39,7 +39,7 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
     The first of its files are text; the last two, where it is not embedded, are GPT-2's tokens.
     """
-    folder = data_root(root) if data == "auto" else None
+    folder = data_root(root, data)
     if folder:
         tokens = tuple(folder / "gpt2" / name for name in bpe.PUBLISHED)
         train, valid = (folder / "wikitext-103" / f"{part}.tokens" for part in ("train", "valid"))

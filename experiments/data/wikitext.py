@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import html
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.data.cache import cached
 from experiments.data.download import fetch_missing
+from experiments.data.progress import progress
 from experiments.data.sources import PackagedFile, Source, check_files, data_root, sha256
 
 END, UNKNOWN = "<eos>", "<unk>"
@@ -47,7 +46,7 @@ class Corpus:
 
 def locate(data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
-    folder = data_root(root) if data == "auto" else None
+    folder = data_root(root, data)
     if folder and (folder / "wikitext-2").is_dir():
         files = tuple(folder / "wikitext-2" / name for name in PUBLISHED)
         description = "WikiText-2, as in PyTorch's word language model"
@@ -82,7 +81,7 @@ def number_words(train: list[str], valid: list[str], test: list[str]) -> Corpus:
 
 def _read_words(path: Path) -> list[str]:
     with open(path, encoding="utf-8") as file:
-        lines = tqdm(file, unit="line", desc=f"reading {path.name}", disable=not sys.stderr.isatty())
+        lines = progress(file, unit="line", desc=f"reading {path.name}")
         return [word for line in lines for word in (*line.split(), END)]
 
 
@@ -98,7 +97,7 @@ def _cut_slice(path: Path) -> Corpus:
     """The first words of the articles in file order: train, then valid, then test."""
     needed = sum(SLICE)
     words: list[str] = []
-    with tqdm(total=needed, unit="word", desc="reading Wikipedia", disable=not sys.stderr.isatty()) as bar:
+    with progress(total=needed, unit="word", desc="reading Wikipedia") as bar:
         for markup in articles(path):
             before = len(words)
             for line in strip_markup(markup).splitlines():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
 from experiments.data.cache import cached
+from experiments.data.progress import progress
 from experiments.data.sources import Source, sha256
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest
@@ -107,7 +106,7 @@ def _newest(manifests: dict[Path, dict], sorter: str, seed: int, size: str, embe
 
 def _tokenise(texts: Texts, tokenizer: Tokenizer, context: int) -> dict[str, np.ndarray]:
     rows: list[list[int]] = []
-    with tqdm(total=len(texts), unit="text", desc="tokenising", disable=not sys.stderr.isatty()) as bar:
+    with progress(total=len(texts), unit="text", desc="tokenising") as bar:
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             some = texts[start : start + TEXTS_AT_ONCE]
             sides = [tokenizer.encode_batch_fast([s + LINE_END for s in side]) for side in zip(*some, strict=True)]

@@ -1,0 +1,13 @@
+"""Progress of what takes long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+
+def progress(iterable: Iterable | None = None, **options: object) -> tqdm:
+    """A bar on a terminal; nothing elsewhere."""
+    return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
