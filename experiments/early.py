@@ -1,6 +1,7 @@
-"""Signals that come while a command still imports, reads its data or compiles: nothing is lost, but that is to be said.
+"""Signals that arrive while nothing is trained yet: the command still imports, reads data or traces.
 
-Imports nothing that takes long. When training begins, `experiments.training.signals` takes over.
+Nothing is lost then, and the command says so. This module imports nothing that takes long. When training begins,
+`experiments.training.signals` takes over.
 """
 
 from __future__ import annotations
@@ -12,16 +13,10 @@ ANSWERS = {signal.SIGTERM: (75, "stopped"), signal.SIGINT: (130, "interrupted")}
 
 
 def listen() -> None:
-    """From now on, in this process. Signals that are ignored stay so."""
+    """From now on, in this process. Signals that are ignored stay ignored."""
     for number in ANSWERS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
-
-
-def stop_listening() -> None:
-    for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) == _end:
-            signal.signal(number, default)
 
 
 def _end(number: int, frame: object) -> None:

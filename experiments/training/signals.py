@@ -14,11 +14,11 @@ from collections.abc import Iterator
 REQUEUE = 75  # EX_TEMPFAIL
 STATUS = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: REQUEUE}
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}  # in manifests and messages
-SAME = 2.0  # seconds in which a terminal and torchrun pass on the same Ctrl-C
+SAME = 2.0  # seconds within which a terminal and torchrun both pass on one Ctrl-C
 
 
 class StopRequest:
-    """What has been asked for so far: a signal's number, or 0."""
+    """The signal that has asked this run to end, or 0."""
 
     def __init__(self) -> None:
         self.number, self._since = 0, 0.0
@@ -29,7 +29,7 @@ class StopRequest:
     def on_signal(self, number: int, frame: object) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # who asks again does not want to wait
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # asked again: do not wait any longer
             raise KeyboardInterrupt
 
 
