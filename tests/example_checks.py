@@ -1,24 +1,30 @@
-"""Run by test_examples.py: recipes on two processes, what each returns there as JSON."""
+"""Run by test_examples.py: recipes on one and on two processes, what each process returns there as JSON."""
 
 import json
 import os
 import sys
 
-from forked import forked
+from forked import forked, load_kernels
+from torch.multiprocessing import start_processes
 
-from examples import ddp_sparsify, with_accelerate, with_lightning, with_trainer
-
-PROCESSES = 2
-RECIPES = {ddp_sparsify: ("exdyna", "0.05", "2")}
-RECIPES |= dict.fromkeys((with_accelerate, with_trainer, with_lightning), ("cd_grab", "2"))
+from examples import ddp_sparsify, plain, with_accelerate, with_lightning, with_trainer
 
 
-def trained(recipe, arguments, folder):
-    found = recipe.main(*arguments)
-    with open(f"{folder}/{recipe.__name__}-{os.environ['RANK']}.json", "w") as file:
+def trained(recipe, folder):
+    found = recipe.main(*(("exdyna", "0.05", "2") if recipe is ddp_sparsify else ("cd_grab", "2")))
+    name = recipe.__name__.rpartition(".")[2]
+    with open(f"{folder}/{name}-{os.environ.get('RANK', 'alone')}.json", "w") as file:
         json.dump(found, file)
 
 
+def trained_alone(_, recipe, folder):
+    trained(recipe, folder)
+
+
 if __name__ == "__main__":
-    for recipe, arguments in RECIPES.items():
-        forked(PROCESSES, trained, recipe, arguments, sys.argv[1])
+    # Each in processes of its own, which share one start of Python: the imports take longer than the training.
+    load_kernels()
+    for recipe in (plain, with_accelerate, with_lightning, with_trainer):
+        start_processes(trained_alone, (recipe, sys.argv[1]), 1, start_method="fork")
+    for recipe in (ddp_sparsify, with_accelerate, with_lightning, with_trainer):
+        forked(2, trained, recipe, sys.argv[1])

@@ -3,10 +3,13 @@
 import os
 import socket
 
+import torch
 import torch._dynamo  # this and the next are imported by DistributedDataParallel, in every process
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 from torch.multiprocessing import start_processes
+
+from cdgrab.balance import kernels
 
 
 def forked(processes, work, *arguments):
@@ -27,3 +30,15 @@ def _rank(rank, processes, port, work, arguments):
     agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in (ranks | agent | {"TORCHELASTIC_RUN_ID": port}).items()})
     work(*arguments)
+
+
+def load_kernels():
+    """Once, compiled if need be, instead of in every process."""
+    sums, limits = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        for dim in (1, kernels.cpu.LONG):
+            rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
+            kernels.balance(rows, running, limits)
+            kernels.balance_divided(rows, running, limits, lambda products: products)
+    kernels.balance_centred(sums[None], sums, sums, sums, limits)
+    kernels.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)

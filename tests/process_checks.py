@@ -7,10 +7,8 @@ import dropin_checks
 import exchange_checks
 import process_runs
 import sparsify_checks
-import torch
-from forked import forked
+from forked import forked, load_kernels
 
-from cdgrab.balance import kernels
 from cdgrab.runtime import group as workers
 from experiments.training.config import compose
 from experiments.training.session import carry_out
@@ -22,18 +20,6 @@ def main(folder):
         found, runs = folder / str(processes), process_runs.wanted(folder, processes)
         found.mkdir()
         forked(processes, check, found, [compose(overrides) for overrides in runs])
-
-
-def load_kernels():
-    """Once, compiled if need be, instead of in every process."""
-    sums, limits = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
-    for dtype in (torch.float32, torch.float64):
-        for dim in (1, kernels.cpu.LONG):
-            rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
-            kernels.balance(rows, running, limits)
-            kernels.balance_divided(rows, running, limits, lambda products: products)
-    kernels.balance_centred(sums[None], sums, sums, sums, limits)
-    kernels.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
 
 
 def check(folder, runs):
