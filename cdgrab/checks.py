@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from cdgrab.errors import CdgrabError
 
 MOST = 2**31 - 1  # of anything that is counted
+Entry = TypeVar("Entry")
 
 
 def is_whole(value: object) -> bool:
@@ -26,12 +28,36 @@ def count(name: str, value: int, least: int, most: int = MOST) -> int:
     return operator.index(value)
 
 
-def number(name: str, value: float, above: float, below: float = math.inf) -> float:
-    """`value` as a float, refused in one sentence unless it lies between the two."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    if not sound or not above < value < below:
-        raise CdgrabError(f"{name} must be a number between {above:g} and {below:g}, got {value!r}")
+def number(
+    name: str, value: float, *, at_least=-math.inf, above=-math.inf, below=math.inf, at_most=math.inf, or_else: str = ""
+) -> float:
+    """`value` as a float, if it is finite and within the limits; `or_else`: what else the caller takes."""
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not sound or not (at_least <= value <= at_most and above < value < below):
+        limits = {"at least": at_least, "above": above, "below": below, "at most": at_most}
+        words = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
+        raise CdgrabError(f"{name} must be {or_else}a number {words}, got {value!r}")
     return float(value)
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    if value not in allowed:
+        *first, last = (str(each).lower() if isinstance(each, bool) else str(each) for each in allowed)
+        raise CdgrabError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
+def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """What `table` has under this name."""
+    if name not in table:
+        raise CdgrabError(f"unknown {kind} {name!r}; the {kind}s are {', '.join(table)}")
+    return table[name]
+
+
+def shape(name: str, tensor: Tensor, wanted: Mapping[str, int]) -> None:
+    """wanted: the dimensions and their sizes."""
+    sizes = list(wanted.values())
+    if list(tensor.shape) != sizes:
+        raise CdgrabError(f"{name} must have shape [{', '.join(wanted)}] = {sizes}, got {list(tensor.shape)}")
 
 
 def random_seed(name: str, value: int) -> int:

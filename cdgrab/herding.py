@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cdgrab.checks import shape
 from cdgrab.errors import CdgrabError
 
 
@@ -25,17 +26,14 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
     vectors = torch.as_tensor(vectors).detach().double()
     mean = vectors.mean(dim=(0, 1)) if vectors.dim() == 3 and vectors.numel() else None
     if mean is None or not torch.isfinite(mean).all():  # a finite mean has finite terms, and is cheaper to look at
-        raise CdgrabError(
-            f"vectors must be a finite, non-empty [workers, units, dim] tensor, got shape {tuple(vectors.shape)}"
-        )
+        raise CdgrabError(f"vectors must be finite [workers, units, dim], none of them 0, got {tuple(vectors.shape)}")
     workers, units, dim = vectors.shape
     if order is not None:
         order = torch.as_tensor(order, device=vectors.device)
         if order.is_floating_point():
             raise CdgrabError("order must hold whole numbers")
         order = order.long()
-        if order.shape != (workers, units):
-            raise CdgrabError(f"order must have shape {(workers, units)}, got {tuple(order.shape)}")
+        shape("order", order, {"workers": workers, "units": units})
         if not torch.equal(order.sort(dim=1).values, torch.arange(units, device=order.device).expand(workers, units)):
             raise CdgrabError(f"order must be a permutation of 0 … {units - 1} for every worker")
         vectors = vectors.gather(1, order[:, :, None].expand(workers, units, dim))

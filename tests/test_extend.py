@@ -220,5 +220,5 @@ def test_all_that_is_wrong_with_a_task_of_ones_own_is_said_at_once(recipe):
         compose(wrong)
     sentence = str(refusal.value)
     assert sentence.startswith("5 settings are wrong: ") and "\n" not in sentence
-    for key in ("task.points", "task.lr", "task.hidden", "workers must", "rule must be one of greedy, walk"):
+    for key in ("task.points", "task.lr", "task.hidden", "workers must", "rule must be greedy or walk"):
         assert key in sentence

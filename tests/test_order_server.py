@@ -252,9 +252,9 @@ def test_signs_that_are_lost_are_refused_not_shifted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sketch": "hash"}, "sketch must be one of none, gaussian, countsketch"),
+        ({"sketch": "hash"}, "sketch must be none, gaussian or countsketch"),
         ({"sketch_size": 0}, "sketch_size must be a whole number of at least 1"),
-        ({"buffer_mb": 0}, "buffer_mb must be a number between 0"),
+        ({"buffer_mb": 0}, "buffer_mb must be a number above 0"),
         ({"background": "maybe"}, "background must be auto, true or false"),
     ],
 )

@@ -298,7 +298,7 @@ def test_observing_before_the_first_order_is_refused():
         *[("cd_grab", *bad) for bad in (({"initial": "sorted"}, ["identity"]), ({"rule": "lazy"}, ["greedy", "walk"]))],
         *[("cd_grab", {"walk_width": bad}, ["walk_width"]) for bad in (0, -1.0, float("nan"))],
         ("kh", {"epochs": 0}, ["epochs", "at least 1"]),
-        ("kh", {"delta": 1.0}, ["delta", "between 0 and 1"]),
+        ("kh", {"delta": 1.0}, ["delta", "above 0 and below 1"]),
         ("cd_grab", {"group": WorkerGroup(4)}, ["4 workers", "3"]),
     ],
 )

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.errors import CdgrabError
+from cdgrab.checks import one_of
 
-SKETCHES = ("none", "gaussian", "countsketch")
 CHUNK_ENTRIES = 2**22  # of a Gaussian map in memory at once
 
 
@@ -87,10 +86,10 @@ class Gaussian:
         return entries.to(part)
 
 
+SKETCHES = {"none": None, "gaussian": Gaussian, "countsketch": CountSketch}
+
+
 def make_sketch(name: str, size: int, dim: int, seed: int) -> CountSketch | Gaussian | None:
     """None for `none`."""
-    if name not in SKETCHES:
-        raise CdgrabError(f"sketch must be one of {', '.join(SKETCHES)}, got {name!r}")
-    if name == "none":
-        return None
-    return {"gaussian": Gaussian, "countsketch": CountSketch}[name](size, dim, seed)
+    one_of("sketch", name, SKETCHES)
+    return SKETCHES[name](size, dim, seed) if SKETCHES[name] else None

@@ -35,7 +35,7 @@ class Ledger:
     @property
     def takes_shards(self) -> bool:
         """Whether the sorter gets its coordinates of everybody's gradient, on the way to the mean, or whole ones."""
-        return self.sorter.takes_shards and self.unit == "batch" and self.sparsifier is None
+        return self.unit == "batch" and self.sorter.by_shards(1, self.sparsifier is not None)
 
     def batches_done(self) -> int:
         """Batches of this epoch whose gradients have been observed."""

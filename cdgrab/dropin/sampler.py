@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.data import Sampler
 
-from cdgrab.checks import count, random_seed, refuse_unknown_options
+from cdgrab.checks import count, one_of, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
@@ -58,8 +58,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
     ) -> None:
         if not hasattr(dataset, "__len__") or not len(dataset):
             raise CdgrabError("the dataset must have a length of at least 1: an iterable one has no order to choose")
-        if unit not in UNITS:
-            raise CdgrabError(f"unit must be {' or '.join(UNITS)}, got {unit!r}")
+        one_of("unit", unit, UNITS)
         self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
         self.unit, self.drop_last, self.group = unit, bool(drop_last), one_worker_per_process(process_group)

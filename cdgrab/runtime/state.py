@@ -6,9 +6,11 @@ import copy
 
 from torch import Tensor
 
+from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 
+STATE_VERSION = 2
 PLAIN = (bool, int, float, str, type(None))
 Values = dict[str, object]
 
@@ -18,16 +20,30 @@ class WorkerState:
 
     A tensor whose first dimension is this process's workers belongs to the workers; everything else is common to all.
     Attributes set before `_remember_settings` and those named in `options` are settings. A subclass that keeps more
-    than its state in attributes names the state in `saved`.
+    than its state in attributes names the state in `saved`. A state belongs to one identity: the class, its `decisive`
+    settings, and the options kept under their own names; options kept otherwise only say how the work is done.
     """
 
     kind: str  # as messages call it
+    decisive: tuple[str, ...]  # settings that decide what it does
     progress: tuple[str, ...]  # whole numbers that say how far it is
     saved: tuple[str, ...] | None = None
     options: tuple[str, ...] = ()
     workers: int
     group: WorkerGroup
     _settings: frozenset[str] = frozenset()
+
+    def _join(self, workers: int, group: WorkerGroup | None) -> None:
+        """Host this process's part of the workers; without a `group` all of them."""
+        self.workers = count("workers", workers, 1)
+        self.group = group or WorkerGroup(workers)
+        if self.group.workers != workers:
+            raise CdgrabError(f"the worker group has {self.group.workers} workers, the {self.kind} {workers}")
+        self.local_workers = self.group.local_workers
+
+    def worker_ids(self) -> range:
+        """The workers hosted here."""
+        return range(self.workers)[self.group.local]
 
     def state_dict(self) -> dict:
         """Everything needed to go on from here: plain values and tensors only."""
@@ -54,8 +70,9 @@ class WorkerState:
         self._load_values(copied(mine), copied(state["common"]))
 
     def _identity(self) -> dict:
-        """Settings that decide what it does: a state of others is refused."""
-        raise NotImplementedError
+        names = (name for name in (*self.decisive, *self.options) if hasattr(self, name))
+        settings = {name: getattr(self, name) for name in names}
+        return {"version": STATE_VERSION, self.kind: type(self).__name__, **settings}
 
     def _remember_settings(self) -> None:
         """What has been set so far is no state."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cdgrab.checks import refuse_unknown_options
-from cdgrab.errors import CdgrabError
+from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.sorters.balancing import KernelHalving, MeanBalance, PairBalance
 from cdgrab.sorters.base import Sorter
 from cdgrab.sorters.coordinated import CoordinatedPairBalance
@@ -27,7 +26,7 @@ LABELS = {name: cls.label for name, cls in SORTERS.items()} | {"grab": "GraB", "
 
 def sorter_options(name: str) -> tuple[str, ...]:
     """Option names that the sorter takes beyond workers, units, dim, seed and group."""
-    return _class(name).options
+    return look_up("sorter", name, SORTERS).options
 
 
 def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0, group=None, **options) -> Sorter:
@@ -39,10 +38,4 @@ def make_sorter(name: str, *, workers: int, units: int, dim: int, seed: int = 0,
     much may wait for it on a CPU, `buffer_mb`; on a GPU blocks of up to 64 MiB are decided at once.
     """
     refuse_unknown_options("sorter", name, options, sorter_options(name))
-    return _class(name)(workers=workers, units=units, dim=dim, seed=seed, group=group, **options)
-
-
-def _class(name: str) -> type[Sorter]:
-    if name not in SORTERS:
-        raise CdgrabError(f"unknown sorter {name!r}; the sorters are {', '.join(SORTERS)}")
-    return SORTERS[name]
+    return SORTERS[name](workers=workers, units=units, dim=dim, seed=seed, group=group, **options)

@@ -27,15 +27,7 @@ class Balancer:
     common: bool = False  # whether it is that of all workers, instead of each local worker's
 
     def __init__(
-        self,
-        *,
-        group: WorkerGroup,
-        dim: int,
-        decisions: int,
-        seed: int,
-        rule: str,
-        width: float,
-        buffer_bytes: float,
+        self, *, group: WorkerGroup, dim: int, decisions: int, seed: int, rule: str, width: float, buffer_bytes: float
     ) -> None:
         self.group, self.dim, self.decisions = group, dim, decisions
         self._seed, self._width = seed, width if rule == "walk" else None

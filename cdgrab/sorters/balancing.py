@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cdgrab.balance.rules import reorder, reorder_pairs
 from cdgrab.balance.sketch import make_sketch
-from cdgrab.checks import count, number
+from cdgrab.checks import count, number, one_of
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.balancers import Balancer, CentredBalancer, HalvingBalancer
 from cdgrab.sorters.base import Sorter
@@ -23,6 +23,7 @@ class BalancingSorter(Sorter):
 
     options = ("initial", "rule", "walk_width", "sketch", "sketch_size", "buffer_mb", "background")
     balancer: type[Balancer]
+    rule_options: tuple[str, ...] = ()  # what this balancer takes beyond what all take
     units_per_row = 2  # rows are differences of two gradients, or single gradients
 
     def __init__(
@@ -37,33 +38,21 @@ class BalancingSorter(Sorter):
         **common,
     ) -> None:
         super().__init__(**common)
-        if rule not in RULES:
-            raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-        if background not in BACKGROUND:
-            raise CdgrabError(f"background must be auto, true or false, got {background!r}")
+        one_of("rule", rule, RULES)
+        one_of("background", background, BACKGROUND)
         self.rule, self.walk_width = rule, number("walk_width", walk_width, above=0)
         self.sketch, self.sketch_size = sketch, count("sketch_size", sketch_size, 1)
         self._sketch = make_sketch(sketch, self.sketch_size, self.dim, self.seed)
         self.row_dim = self._sketch.size if self._sketch else self.dim
         self._buffer_bytes, self._background = number("buffer_mb", buffer_mb, above=0) * 2**20, background
-        self._balancer = self.balancer(
-            group=self.group,
-            dim=self.row_dim,
-            decisions=self.units // self.units_per_row,
-            seed=self.seed,
-            rule=rule,
-            width=self.walk_width,
-            buffer_bytes=self._buffer_bytes,
-            **self._rule_options(),
-        )
+        sizes = {"dim": self.row_dim, "decisions": self.units // self.units_per_row}
+        settings = {"seed": self.seed, "rule": rule, "width": self.walk_width, "buffer_bytes": self._buffer_bytes}
+        settings |= {name: getattr(self, name) for name in self.rule_options}
+        self._balancer = self.balancer(group=self.group, **sizes, **settings)
         self._signs = torch.zeros(self.local_workers, self._balancer.decisions, dtype=torch.int8)
         # the first gradient of a pair that is still incomplete, [local workers, 0 or 1, row_dim]
         self._unpaired = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
         self._server: OrderServer | None = None  # made with the first gradients: they tell the device
-
-    def _rule_options(self) -> dict:
-        """What the balancer takes beyond what all take."""
-        return {}
 
     def next_order(self, epoch: int) -> Tensor:
         self.drain()
@@ -186,11 +175,8 @@ class KernelHalving(BalancingSorter):
 
     label = "KH-SGD"
     options = ("initial", "epochs", "delta", "sketch", "sketch_size", "buffer_mb", "background")
-    balancer = HalvingBalancer
+    balancer, rule_options = HalvingBalancer, ("epochs", "delta")
 
     def __init__(self, *, epochs: int = 100, delta: float = 0.5, **common) -> None:
         self.epochs, self.delta = count("epochs", epochs, 1), number("delta", delta, above=0, below=1)
         super().__init__(**common)
-
-    def _rule_options(self) -> dict:
-        return {"epochs": self.epochs, "delta": self.delta}

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.checks import all_finite, count, is_whole, random_seed
+from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
 
-STATE_VERSION = 2
-NOT_DECISIVE = ("buffer_mb", "background")  # options that change no order
+INITIAL = ("random", "identity")
 
 
 class Sorter(WorkerState):
@@ -29,6 +28,7 @@ class Sorter(WorkerState):
     """
 
     kind = "sorter"
+    decisive = ("workers", "units", "dim", "seed", "initial")
     progress = ("epoch", "position")  # mid-epoch too
     label: str = ""  # in figures and tables
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
@@ -49,15 +49,10 @@ class Sorter(WorkerState):
         initial: str = "random",
         group: WorkerGroup | None = None,
     ) -> None:
-        if initial not in ("random", "identity"):
-            raise CdgrabError(f"initial must be random or identity, got {initial!r}")
-        self.initial = initial
-        self.workers, self.units = count("workers", workers, 1), count("units", units, 1)
-        self.dim, self.seed = count("dim", dim, 1), random_seed("seed", seed)
-        self.group = group or WorkerGroup(workers)
-        if self.group.workers != workers:
-            raise CdgrabError(f"the worker group has {self.group.workers} workers, the sorter {workers}")
-        self.local_workers = self.group.local_workers
+        one_of("initial", initial, INITIAL)
+        self._join(workers, group)
+        self.units, self.dim = count("units", units, 1), count("dim", dim, 1)
+        self.seed, self.initial = random_seed("seed", seed), initial
         self._remember_settings()
         self.epoch = -1
         self.position = 0  # units observed in this epoch
@@ -74,10 +69,8 @@ class Sorter(WorkerState):
         """
         if is_whole(epoch) and epoch == self.epoch + 1:
             if self.needs_gradients and self.epoch >= 0 and self.position < self.units and not cut_short:
-                raise CdgrabError(
-                    f"order({epoch}) needs all gradients of epoch {self.epoch}: "
-                    f"{self.units - self.position} of {self.units} units have not been observed"
-                )
+                unseen = f"{self.units - self.position} of {self.units} units have not been observed"
+                raise CdgrabError(f"order({epoch}) needs all gradients of epoch {self.epoch}: {unseen}")
             self.current = self.next_order(self.epoch + 1)
             self.epoch, self.position = self.epoch + 1, 0
         elif not is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
@@ -109,6 +102,11 @@ class Sorter(WorkerState):
         """Like `observe` for one position, for sorters that take gradients divided by coordinates: `takes_shards`."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
+    def by_shards(self, units_per_mean: int, sparse: bool) -> bool:
+        """Shards or whole gradients: whether the shards that processes exchange for a mean gradient are all that the
+        sorter needs. They are if each process contributes one unit to the mean, and nothing is left out of it."""
+        return self.takes_shards and self.local_workers * units_per_mean == 1 and not sparse
+
     def drain(self) -> None:
         """Wait for what is still being decided; the next order then needs no other process. All processes call this."""
 
@@ -123,10 +121,6 @@ class Sorter(WorkerState):
         They belong to the caller: keep a copy of what you need."""
         raise NotImplementedError
 
-    def worker_ids(self) -> range:
-        """The workers hosted here."""
-        return range(self.workers)[self.group.local]
-
     def random_order(self, epoch: int) -> Tensor:
         """A fresh independent permutation for each worker, [local workers, units]."""
         return torch.stack([streams.permutation(self.units, self.seed, "order", w, epoch) for w in self.worker_ids()])
@@ -139,40 +133,27 @@ class Sorter(WorkerState):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def _identity(self) -> dict:
-        names = ("workers", "units", "dim", "seed", "initial", *self.options)
-        options = {name: getattr(self, name) for name in names if name not in NOT_DECISIVE and hasattr(self, name)}
-        return {"version": STATE_VERSION, "sorter": type(self).__name__, **options}
-
     def _check(self, positions: Tensor, gradients: Tensor, unseen: bool) -> None:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
         if positions.dim() != 1 or (positions.is_floating_point() and len(positions)):
             raise CdgrabError(f"positions must be a list of whole numbers, got {_brief(positions.flatten())}")
-        k = len(positions)
-        if tuple(gradients.shape) != (self.local_workers, k, self.dim):
-            raise CdgrabError(
-                f"gradients must have shape [workers, positions, dim] = {[self.local_workers, k, self.dim]}, "
-                f"got {list(gradients.shape)}"
-            )
-        end = self.position + k
+        shape, got = [self.local_workers, len(positions), self.dim], list(gradients.shape)
+        if got != shape:
+            raise CdgrabError(f"gradients must have shape [workers, positions, dim] = {shape}, got {got}")
+        end = self.position + len(positions)
         if not torch.equal(positions.cpu().long(), torch.arange(self.position, end)) or end > self.units:
-            raise CdgrabError(
-                f"positions must go on from {self.position} and end before {self.units}, got {_brief(positions)}"
-            )
+            expected = f"go on from {self.position} and end before {self.units}"
+            raise CdgrabError(f"positions must {expected}, got {_brief(positions)}")
         if not gradients.is_floating_point() or not (unseen or all_finite(gradients)):
-            raise CdgrabError(
-                f"gradients must be finite floating-point numbers; those at positions {_brief(positions)} are not"
-            )
+            raise CdgrabError(f"gradients must be finite floats; those at positions {_brief(positions)} are not")
 
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
     try:
         return torch.as_tensor(list(value) if isinstance(value, range) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CdgrabError(
-            f"{name} must be a tensor or something that becomes one, got {type(value).__name__}"
-        ) from error
+        raise CdgrabError(f"{name} must be a tensor or become one, got {type(value).__name__}") from error
 
 
 def _brief(positions: Tensor) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cdgrab import streams
 from cdgrab.balance.rules import reorder_pairs
-from cdgrab.errors import CdgrabError
+from cdgrab.checks import one_of
 from cdgrab.sorters.base import Sorter
 
 
@@ -23,8 +23,7 @@ class DistributedRandomReshuffling(Sorter):
 
     def __init__(self, *, shared: bool = False, **common) -> None:
         super().__init__(**common)
-        if not isinstance(shared, bool):
-            raise CdgrabError(f"shared must be true or false, got {shared!r}")
+        one_of("shared", shared, (True, False))
         self.shared = shared
 
     def next_order(self, epoch: int) -> Tensor:

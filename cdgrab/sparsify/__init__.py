@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from cdgrab.checks import refuse_unknown_options
+from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 from cdgrab.sparsify.averager import SparseAverager
 from cdgrab.sparsify.base import Sparsifier, Stats
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
-from cdgrab.sparsify.hook import Hook
 from cdgrab.sparsify.sidco import SIDCo
 from cdgrab.sparsify.simple import CyclicLocalTopK, Dense, HardThreshold, TopK
 
@@ -31,7 +31,7 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {
 
 def sparsifier_options(name: str) -> tuple[str, ...]:
     """Option names that the sparsifier takes beyond workers, dim, density and group."""
-    return _class(name).options
+    return look_up("sparsifier", name, SPARSIFIERS).options
 
 
 def make_sparsifier(
@@ -44,7 +44,7 @@ def make_sparsifier(
     static) and `blocks` for exdyna.
     """
     refuse_unknown_options("sparsifier", name, options, sparsifier_options(name))
-    return _class(name)(workers=workers, dim=dim, density=density, group=group, **options)
+    return SPARSIFIERS[name](workers=workers, dim=dim, density=density, group=group, **options)
 
 
 def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGroup, **options) -> Sparsifier:
@@ -53,6 +53,24 @@ def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGr
     if "layers" in sparsifier_options(name):
         options.setdefault("layers", sizes)
     return make_sparsifier(name, workers=group.workers, dim=sum(sizes), group=group, **options)
+
+
+class Hook(BucketHook):
+    """Averages the gradients of a DistributedDataParallel model by a sparsifier; see `ddp_hook`.
+
+    A threshold and partitions make sense for the whole gradient only, so it is collected first. Residuals belong to
+    places in that vector: DDP's regrouping of buckets does not touch them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Sparsifier) -> None:
+        super().__init__(parameters, lambda gradient: sparsifier.reduce(gradient[None]))
+        self.sparsifier = sparsifier
+        self.state_dict, self.load_state_dict = sparsifier.state_dict, sparsifier.load_state_dict
+
+    @property
+    def stats(self) -> Stats:
+        """Of the last backward pass that was not under `no_sync`."""
+        return self.sparsifier.stats
 
 
 def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
@@ -71,12 +89,6 @@ def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
     hook = Hook(parameters, sparsifier_of(parameters, name, group, density=density, **options))
     hook.register(model)
     return hook
-
-
-def _class(name: str) -> type[Sparsifier]:
-    if name not in SPARSIFIERS:
-        raise CdgrabError(f"unknown sparsifier {name!r}; the sparsifiers are {', '.join(SPARSIFIERS)}")
-    return SPARSIFIERS[name]
 
 
 __all__ = [

@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdgrab.checks import all_finite, count
+from cdgrab.checks import all_finite, count, number, one_of, shape
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager, tree_sum
 from cdgrab.runtime.state import WorkerState
-
-STATE_VERSION = 2
 
 
 def wanted(density: float, dim: int) -> int:
@@ -48,6 +46,7 @@ class Sparsifier(WorkerState):
     """
 
     kind = "sparsifier"
+    decisive = ("workers", "dim", "density")
     progress = ("iteration",)
     label: str = ""
     options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
@@ -62,17 +61,11 @@ class Sparsifier(WorkerState):
         error_feedback: bool = True,
         group: WorkerGroup | None = None,
     ) -> None:
-        self.workers, self.dim = count("workers", workers, 1), count("dim", dim, 1)
-        if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-            raise CdgrabError(f"density must be a number above 0 and at most 1, got {density!r}")
-        if not isinstance(error_feedback, bool):
-            raise CdgrabError(f"error_feedback must be true or false, got {error_feedback!r}")
-        self.density, self.error_feedback = float(density), error_feedback
+        self._join(workers, group)
+        self.dim = count("dim", dim, 1)
+        one_of("error_feedback", error_feedback, (True, False))
+        self.density, self.error_feedback = number("density", density, above=0, at_most=1), error_feedback
         self.target = wanted(density, dim)
-        self.group = group or WorkerGroup(workers)
-        if self.group.workers != workers:
-            raise CdgrabError(f"the worker group has {self.group.workers} workers, the sparsifier {workers}")
-        self.local_workers = self.group.local_workers
         self.stats = Stats()
         self.selected: list[Tensor] = []  # the coordinates of each worker, of all of them, in the last call
         self._index_type = torch.int32 if dim < 2**31 else torch.int64
@@ -132,9 +125,6 @@ class Sparsifier(WorkerState):
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    def worker_ids(self) -> range:
-        return range(self.workers)[self.group.local]
-
     def _gathered_bytes(self, each: int) -> int:
         """Sent by a worker when all gather `each` bytes from everybody."""
         return (self.workers - 1) * each
@@ -151,11 +141,6 @@ class Sparsifier(WorkerState):
             imbalance=self.workers * max(counts) / sum(counts) - 1 if any(counts) else 0.0,
             bytes=sent,
         )
-
-    def _identity(self) -> dict:
-        options = {name: getattr(self, name) for name in self.options}
-        settings = {"workers": self.workers, "dim": self.dim, "density": self.density}
-        return {"version": STATE_VERSION, "sparsifier": type(self).__name__, **settings, **options}
 
     def _union(self, selected: list[Tensor]) -> Tensor:
         if self.exclusive:
@@ -178,11 +163,7 @@ class Sparsifier(WorkerState):
     def _checked(self, gradients: Tensor) -> Tensor:
         if not isinstance(gradients, Tensor) or not gradients.is_floating_point():
             raise CdgrabError("gradients must be a tensor of floating-point numbers")
-        if tuple(gradients.shape) != (self.local_workers, self.dim):
-            raise CdgrabError(
-                f"gradients must have shape [workers, dim] = {[self.local_workers, self.dim]}, "
-                f"got {list(gradients.shape)}"
-            )
+        shape("gradients", gradients, {"workers": self.local_workers, "dim": self.dim})
         gradients = gradients.detach()
         finite = torch.tensor([all_finite(gradients)], dtype=torch.uint8, device=gradients.device)
         if not self.group.gather(finite).all():  # all processes refuse together

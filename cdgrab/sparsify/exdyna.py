@@ -7,24 +7,16 @@ follow the loads. Partitions go round: worker w has partition (t + w) mod worker
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from cdgrab.checks import count
-from cdgrab.errors import CdgrabError
+from cdgrab.checks import count, one_of
+from cdgrab.sparsify import threshold as thresholds
 from cdgrab.sparsify.base import Sparsifier
 from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
-from cdgrab.sparsify.threshold import (
-    SMALLEST,
-    count_reaching,
-    counted_threshold,
-    first_guess,
-    largest,
-    paper_rule,
-    proportional_rule,
-    reaching,
-)
+from cdgrab.sparsify.threshold import SMALLEST, largest, reaching
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # passing coordinates that are counted, about; of more, a sample does as well
@@ -65,10 +57,8 @@ class ExDyna(Sparsifier):
 
     def __init__(self, *, rule: str = "balanced", threshold: str = "counted", blocks: int = 1024, **settings) -> None:
         super().__init__(**settings)
-        if rule not in RULES:
-            raise CdgrabError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-        if threshold not in THRESHOLDS:
-            raise CdgrabError(f"threshold must be one of {', '.join(THRESHOLDS)}, got {threshold!r}")
+        one_of("rule", rule, RULES)
+        one_of("threshold", threshold, THRESHOLDS)
         self.rule, self.threshold = rule, threshold
         self.blocks = min(max(count("blocks", blocks, 1), self.workers), self.dim)
         self._edges = block_edges(self.dim, self.blocks)
@@ -77,7 +67,7 @@ class ExDyna(Sparsifier):
         fair = self.target / self.workers
         self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
         self._aim = 1.0  # times the target that has to reach the threshold so that the target is sent
-        self._value = first_guess(self.target)
+        self._value = thresholds.first_guess(self.target)
         self._used = self._value
         self._counted_at = -1  # never
         self._off = False  # the density, so much that counting is due
@@ -86,11 +76,16 @@ class ExDyna(Sparsifier):
         """Where they begin and end in the next iteration, [workers + 1]."""
         return partition_edges(self._edges, self._runs)
 
-    def select(self, accumulated: Tensor) -> list[Tensor]:
-        edges, found = self.partitions(), []
+    def _own(self, accumulated: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """Each local worker's row, and where its partition begins and ends now."""
+        edges = self.partitions()
         for worker, row in zip(self.worker_ids(), accumulated, strict=True):
             partition = (self.iteration + worker) % self.workers
-            start, end = edges[partition], edges[partition + 1]
+            yield row, edges[partition], edges[partition + 1]
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        found = []
+        for row, start, end in self._own(accumulated):
             indices = start + reaching(row[start:end], self._value)
             if self._most and len(indices) > self._most:  # the others wait for a later turn
                 indices = shuffled(indices, self.iteration)
@@ -119,19 +114,16 @@ class ExDyna(Sparsifier):
     def _counted(self, accumulated: Tensor) -> tuple[float, int]:
         """The threshold that the wanted number of coordinates reaches now, and the bytes sent to find it."""
         every = max(1, self.target // COUNTED) | 1  # odd, so that it does not keep time with the rows of a matrix
-        edges, own = self.partitions(), []
-        for worker, row in zip(self.worker_ids(), accumulated, strict=True):
-            partition = (self.iteration + worker) % self.workers
-            own.append(row[edges[partition] : edges[partition + 1]][self.iteration % every :: every])
+        own = [row[start:end][self.iteration % every :: every] for row, start, end in self._own(accumulated)]
         sent = 0
 
         def counts(values: list[float]) -> list[int]:
             nonlocal sent
             sent += self.summed_bytes(self._index_type.itemsize * len(values))
-            return self.group.all_reduce(count_reaching(own, values).to(self._index_type)).tolist()
+            return self.group.all_reduce(thresholds.count_reaching(own, values).to(self._index_type)).tolist()
 
         last = None if self._counted_at < 0 else self._value
-        return counted_threshold(counts, self._aim * self.target / every, last), sent
+        return thresholds.counted_threshold(counts, self._aim * self.target / every, last), sent
 
     def _threshold(self) -> float:
         return self._used
@@ -142,9 +134,9 @@ class ExDyna(Sparsifier):
         ratio = sum(counts) / self.target
         self._off = max(ratio, 1 / max(ratio, SMALLEST)) > COUNT_AGAIN
         if self.threshold == "paper":
-            self._value = paper_rule(self._value, ratio)
+            self._value = thresholds.paper_rule(self._value, ratio)
         elif self.threshold == "proportional":
-            self._value = proportional_rule(self._value, ratio)
+            self._value = thresholds.proportional_rule(self._value, ratio)
         self._value = max(self._value, SMALLEST)
         if self.rule == "balanced":
             self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM)

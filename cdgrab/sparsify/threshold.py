@@ -89,13 +89,7 @@ def counted_threshold(count: Counter, wanted: float, last: float | None) -> floa
     return SMALLEST
 
 
-def _between(
-    count: Counter,
-    values: list[float],
-    counts: list[int],
-    wanted: float,
-    closer: int = CLOSER,
-) -> float:
+def _between(count: Counter, values: list[float], counts: list[int], wanted: float, closer: int = CLOSER) -> float:
     """As if magnitudes were spread evenly from each value to the next, unless many lie between the same two."""
     for (low, high), (reach_low, reach_high) in zip(pairwise(values), pairwise(counts), strict=True):
         if reach_low >= wanted > reach_high:

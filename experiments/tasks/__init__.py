@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import torch
 from omegaconf import DictConfig
 
-from cdgrab.errors import CdgrabError
+from cdgrab.checks import look_up, one_of
 from experiments.data.sources import Source
 from experiments.tasks.base import Task
 
@@ -24,15 +24,13 @@ TASKS: dict[str, type[Task] | str] = {
 
 
 def task_class(name: str) -> type[Task]:
-    if name not in TASKS:
-        raise CdgrabError(f"unknown task {name!r}; the tasks are {', '.join(TASKS)}")
-    return resolve_name(TASKS[name]) if isinstance(TASKS[name], str) else TASKS[name]
+    found = look_up("task", name, TASKS)
+    return resolve_name(found) if isinstance(found, str) else found
 
 
 def locate_data(config: DictConfig) -> Source:
     """Where a run with this config takes its data from."""
-    if config.data not in ("auto", "embedded"):
-        raise CdgrabError(f"data must be auto or embedded, got {config.data!r}")
+    one_of("data", config.data, ("auto", "embedded"))
     source = task_class(config.task.name).locate(config.task, config.data, config.data_root)
     source.refuse_missing()
     return source

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from omegaconf import DictConfig, OmegaConf
 
-from cdgrab.checks import MOST, count
+from cdgrab import checks
 from cdgrab.errors import CdgrabError
 
 Check = Callable[[str, object], object]  # of a key and its value; raises a CdgrabError
 
 
-def whole(least: int, most: int = MOST, *, optional: bool = False) -> Check:
+def whole(least: int, most: int = checks.MOST, *, optional: bool = False) -> Check:
     """A whole number; `optional`: or null."""
-    return lambda key, value: None if optional and value is None else count(key, value, least, most)
+    return lambda key, value: None if optional and value is None else checks.count(key, value, least, most)
 
 
-def number(
-    *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf, optional: bool = False
-) -> Check:
-    limits = [
-        *([f"at least {at_least:g}"] if at_least > -math.inf else []),
-        *([f"above {above:g}"] if above > -math.inf else []),
-        *([f"below {below:g}"] if below < math.inf else []),
-    ]
-
-    def check(key: str, value: object) -> None:
-        if optional and value is None:
-            return
-        sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not sound or not (at_least <= value < below and value > above):
-            null = "null or " if optional else ""
-            raise CdgrabError(f"{key} must be {null}a number {' and '.join(limits)}, got {value!r}")
-
-    return check
+def number(*, optional: bool = False, **limits: float) -> Check:
+    """A number within the limits, as for `checks.number`; `optional`: or null."""
+    if optional:
+        limits["or_else"] = "null or "
+    return lambda key, value: None if optional and value is None else checks.number(key, value, **limits)
 
 
 def one_of(*allowed: object) -> Check:
-    def check(key: str, value: object) -> None:
-        if value not in allowed:
-            *names, last = (str(name).lower() if isinstance(name, bool) else str(name) for name in allowed)
-            raise CdgrabError(f"{key} must be {', '.join(names)} or {last}, got {value!r}")
-
-    return check
+    return lambda key, value: checks.one_of(key, value, allowed)
 
 
 flag = one_of(True, False)

@@ -63,10 +63,7 @@ class Trainer:
             workers=config.workers, units=self.units, dim=self.flat.dim, seed=config.seed, group=group, **config.sorter
         )
         self.sparse_mean = make_sparse_mean(config, self.flat, group)
-        # Shards or whole gradients: with one unit from each process, the shards of the unit gradients that processes
-        # exchange for the mean are all that the sorter needs.
-        one_unit_each = group.local_workers == 1 and self.microbatch == 1
-        self.shards = one_unit_each and self.sorter.takes_shards and not self.sparse_mean
+        self.shards = self.sorter.by_shards(self.microbatch, self.sparse_mean is not None)
         self.per_unit = self.sorter.needs_gradients and not self.shards
         self.gradients = self._gradients(self.per_unit)
         # for the herding bound; traced on first use
