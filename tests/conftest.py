@@ -128,7 +128,7 @@ def assert_independent(permutations):
 def on_gpu():
     """(the module of GPU kernels, device): on a GPU, or on the CPU by Triton's interpreter."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")
-    return kernels.gpu, "cuda" if torch.cuda.is_available() else "cpu"
+    return kernels.optional("gpu"), "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ def _rank(rank, processes, port, work, arguments):
 
 def load_kernels():
     """Once, compiled if need be, instead of in every process."""
+    compiled = kernels.optional("cpu")
     sums, limits = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):
-        for dim in (1, kernels.cpu.LONG):
+        for dim in (1, compiled.LONG):
             rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
             kernels.balance(rows, running, limits)
             kernels.balance_divided(rows, running, limits, lambda products: products)
-    kernels.balance_centred(sums[None], sums, sums, sums, limits)
-    kernels.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
+    compiled.balance_centred(sums[None], sums, sums, sums, limits)
+    compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)

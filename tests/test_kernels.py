@@ -28,7 +28,7 @@ def make_rows(positions, workers, dim, dtype, strided):
 def fast(request):
     """(module, device) of a fast version."""
     if request.param == "numba":
-        return kernels.cpu, "cpu"
+        return kernels.optional("cpu"), "cpu"
     if request.param == "gram":
         return kernels.gram, "cpu"
     return request.getfixturevalue("on_gpu")
@@ -63,8 +63,8 @@ def long_rows_by(how, monkeypatch):
     if how == "by threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     if how != "divided":
-        return types.SimpleNamespace(balance=kernels.cpu.balance)
-    monkeypatch.setattr(kernels.divided, "ROWS_AT_ONCE", 10)
+        return types.SimpleNamespace(balance=kernels.optional("cpu").balance)
+    monkeypatch.setattr(kernels.optional("divided"), "ROWS_AT_ONCE", 10)
     alone = lambda products: products  # noqa: E731
     return types.SimpleNamespace(balance=lambda *arguments: kernels.balance_divided(*arguments, alone))
 
@@ -182,7 +182,7 @@ with warnings.catch_warnings(record=True) as warned:
     import cdgrab, experiments.studies.problems
     from cdgrab.balance import kernels
     if sys.argv[1] == "blocked":
-        assert kernels.cpu is kernels.divided is kernels.gpu is None
+        assert not any(map(kernels.optional, ("cpu", "divided", "gpu")))
     for name in sorted(cdgrab.SORTERS):
         sorter = cdgrab.make_sorter(name, workers=3, units=9, dim=5, seed=5)
         for epoch in range(2):
@@ -211,6 +211,6 @@ def test_without_numba_and_triton_orders_are_the_same_and_a_warning_comes_once(m
 
 
 def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
-    assert kernels.cpu.can_keep_code()
+    assert kernels.optional("cpu").can_keep_code()
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written
-    assert not kernels.cpu.can_keep_code()
+    assert not kernels.optional("cpu").can_keep_code()

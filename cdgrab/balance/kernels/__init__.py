@@ -18,8 +18,6 @@ from torch import Tensor
 from cdgrab.balance import rules
 from cdgrab.balance.kernels import gram
 
-OPTIONAL = ("cpu", "divided", "gpu")
-
 
 def optional(name: str) -> ModuleType | None:
     """A module of this package, or None where what it needs is not installed."""
@@ -27,12 +25,6 @@ def optional(name: str) -> ModuleType | None:
         return importlib.import_module(f"{__name__}.{name}")
     except ImportError:
         return None
-
-
-def __getattr__(name: str) -> ModuleType | None:
-    if name in OPTIONAL:
-        return optional(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
@@ -79,8 +71,3 @@ def balance_centred(
 ) -> Tensor:
     """See `rules.balance_centred`."""
     return for_device(gradients.device).balance_centred(gradients, running, stale_mean, fresh_sum, limits)
-
-
-def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
-    """See `rules.balance_kh`."""
-    return for_device(rows.device).balance_kh(rows, running, q, penalties, uniforms)

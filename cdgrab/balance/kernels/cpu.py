@@ -253,27 +253,13 @@ def balance_centred(
     gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
 ) -> Tensor:
     """See `cdgrab.balance.rules.balance_centred`."""
-    signs = _new_signs(gradients)
-    _balance_centred(
-        gradients.contiguous().numpy(),
-        running.numpy(),
-        stale_mean.numpy(),
-        fresh_sum.numpy(),
-        limits.contiguous().numpy(),
-        signs.numpy(),
-    )
+    signs, sums = _new_signs(gradients), (running.numpy(), stale_mean.numpy(), fresh_sum.numpy())
+    _balance_centred(gradients.contiguous().numpy(), *sums, limits.contiguous().numpy(), signs.numpy())
     return signs
 
 
 def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
     """See `cdgrab.balance.rules.balance_kh`."""
-    signs = _new_signs(rows)
-    _balance_kh(
-        rows.contiguous().numpy(),
-        running.numpy(),
-        q.numpy(),
-        penalties.numpy(),
-        uniforms.contiguous().numpy(),
-        signs.numpy(),
-    )
+    signs, rule = _new_signs(rows), (running.numpy(), q.numpy(), penalties.numpy())
+    _balance_kh(rows.contiguous().numpy(), *rule, uniforms.contiguous().numpy(), signs.numpy())
     return signs
