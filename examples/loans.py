@@ -9,7 +9,7 @@ from experiments.data import hmda
 
 def loans() -> TensorDataset:
     """Standardised features [55] and labels: 0 denied, 1 approved."""
-    features, labels, _ = hmda.load(hmda.locate(data="embedded"))
+    (features, labels), _ = hmda.load(hmda.locate(data="embedded"))
     features = (features - features.mean(axis=0)) / features.std(axis=0)
     return TensorDataset(torch.from_numpy(features).float(), torch.from_numpy(labels).long())
 

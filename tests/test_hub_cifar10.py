@@ -58,7 +58,7 @@ def test_wrong_pictures_are_refused_and_nothing_is_left(tmp_path, pictures, name
     changed[100] ^= 1
     for number, content in enumerate([bytes(changed), pictures[name][: -cifar10.RECORD]]):
         repository = cifar10_repository(tmp_path / f"repository-{number}", pictures | {name: content})
-        with pytest.raises(CdgrabError, match="do not give the published file"):
+        with pytest.raises(CdgrabError, match="does not give the published file"):
             hub.cifar10_pictures(tmp_path / "data", repository)
         assert not (tmp_path / "data").exists()
 
@@ -114,7 +114,7 @@ def test_cifar10_through_torchvision(tmp_path, monkeypatch):
     """
     outcomes = [
         ("raise", r"cannot download CIFAR-10 \(Dataset not found or corrupted\)"),
-        ("wrong", "data_batch_1 as downloaded is not the published file"),
+        ("wrong", "torchvision does not give the published file data_batch_1"),
         ("right", None),
     ]
     for outcome, message in outcomes:

@@ -91,7 +91,7 @@ def download(root: Path, origin: str = ORIGIN) -> list[Path]:
         except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
             raise CdgrabError(f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}") from error
 
-    return complete(root) or _install(root, unpack)
+    return _install(root, unpack, origin)
 
 
 def download_with_torchvision(root: Path) -> list[Path]:
@@ -109,20 +109,17 @@ def download_with_torchvision(root: Path) -> list[Path]:
         for name in PUBLISHED:
             os.replace(folder / FOLDER / name, folder / name)
 
-    return complete(root) or _install(root, unpack)
+    return _install(root, unpack, "torchvision")
 
 
-def _install(root: Path, unpack: Callable[[Path], None]) -> list[Path]:
-    """`unpack` writes all files at once; those that are needed are checked."""
-    right = by_checksum(PUBLISHED)
+def _install(root: Path, unpack: Callable[[Path], None], origin: str) -> list[Path]:
+    """`unpack` writes all files at once."""
 
     def write(path: Path) -> None:
         if not path.exists():
             unpack(path.parent)
-        if not right(path):
-            raise CdgrabError(f"{path.name} as downloaded is not the published file: its size or checksum differs")
 
-    return install(root / FOLDER, PUBLISHED, right, write)
+    return complete(root) or install(root / FOLDER, PUBLISHED, by_checksum(PUBLISHED), write, origin)
 
 
 def _layouts(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -138,14 +135,10 @@ def load(source: Source) -> tuple[Pictures, dict[str, str]]:
     if source.embedded:
         return _load_packaged(source.files[0])
     checksums = check_files(source.files, PUBLISHED | BINARY, GET)
-    *train, (test_images, test_labels) = (_read_batch(path) for path in source.files)
-    images, labels = zip(*train, strict=True)
-    pictures = Pictures(
-        *(np.concatenate([*images, test_images]), np.concatenate([*labels, test_labels])),
-        white=255,
-        train=sum(map(len, labels)),
-    )
-    return pictures, checksums
+    batches = [_read_batch(path) for path in source.files]
+    images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    _, test_labels = batches[-1]
+    return Pictures(images, labels, white=255, train=len(labels) - len(test_labels)), checksums
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -168,9 +161,8 @@ def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         images, labels = _read_binary(path) if path.suffix == ".bin" else _read_pickle(path)
         if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.shape != (len(images),):
-            raise ValueError(
-                f"{images.dtype} images and {labels.dtype} labels of shapes {images.shape}, {labels.shape}"
-            )
+            kinds = f"{images.dtype} images and {labels.dtype} labels"
+            raise ValueError(f"{kinds} of shapes {images.shape}, {labels.shape}")
         if len(labels) and not 0 <= labels.min() <= labels.max() < CLASSES:
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
         return images.reshape(-1, 3, SIDE, SIDE), labels

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.data.progress import progress
-from experiments.data.sources import Known, Published, by_checksum, is_published
+from experiments.data.sources import Published, by_checksum
 
 POINTER = b"version https://git-lfs"
 
@@ -46,12 +47,12 @@ def staging(folder: Path) -> Iterator[Path]:
 
 
 def install(
-    folder: Path, names: Iterable[str], is_right: Callable[[Path], bool], write: Callable[[Path], None]
+    folder: Path, names: Iterable[str], is_right: Callable[[Path], bool], write: Callable[[Path], None], origin: str
 ) -> list[Path]:
     """Put files by these names into `folder`, all or none. Files that are there and right are kept.
 
-    `write` writes the file of the path it is given, all of them into one temporary folder, and raises CdgrabError
-    rather than write a wrong one. A file that is not right is replaced only when all that is new has been written.
+    `write` writes the file of the path it is given, all of them into one temporary folder, from `origin`. A file that
+    is not right is replaced only when all that is new has been written and is right.
     """
     paths = [folder / name for name in names]
     wanted = [path for path in paths if not is_right(path)]
@@ -59,30 +60,26 @@ def install(
         with staging(folder) as temporary:
             for path in wanted:
                 write(temporary / path.name)
+                if not is_right(temporary / path.name):
+                    raise CdgrabError(f"{origin} does not give the published file {path.name}: its contents differ")
             for path in wanted:
                 os.replace(temporary / path.name, path)
     return paths
 
 
-def fetch(url: str, target: Path, known: Known | None = None, member: str | None = None) -> None:
-    """Download `url` to `target`, or one `member` of the zip archive at `url`. Nothing is left behind on failure.
-
-    `known` is the (size, sha256) that the finished file must have.
-    """
+def fetch(url: str, target: Path, member: str | None = None) -> None:
+    """Download `url` to `target`, or one `member` of the zip archive at `url`. Nothing is left behind on failure."""
     with staging(target.parent) as folder:
         path = _download(url, folder / "download")
         if member:
             path = _extract(path, member, folder / "member", url)
-        if known and not is_published(path, known):
-            raise CdgrabError(f"{url} is not the published file: its size or checksum differs")
         os.replace(path, target)
 
 
 def fetch_missing(folder: Path, urls: dict[str, str], published: Published) -> list[Path]:
     """Download the files that are not there or damaged."""
-    return install(
-        folder, urls, by_checksum(published), lambda path: fetch(urls[path.name], path, published[path.name])
-    )
+    site = urllib.parse.urlsplit(next(iter(urls.values()))).netloc
+    return install(folder, urls, by_checksum(published), lambda path: fetch(urls[path.name], path), site)
 
 
 def _download(url: str, path: Path) -> Path:

@@ -75,20 +75,20 @@ def _embedded() -> Source:
 def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
     """The files of the first state that can be had, New York first; files already there and right are kept."""
     problems = []
-    for state in states:
+    for address in (f"{origin}/{state}" for state in states):
 
-        def write(path: Path, address: str = f"{origin}/{state}") -> None:
-            fetch(f"{address}/{path.stem}.zip", path, PUBLISHED.get(path.name), member=path.name)
+        def write(path: Path, address: str = address) -> None:
+            fetch(f"{address}/{path.stem}.zip", path, member=path.name)
 
         try:
-            return install(root / "hmda", _names(state), by_checksum(PUBLISHED), write)
+            return install(root / "hmda", _names(Path(address).name), by_checksum(PUBLISHED), write, address)
         except CdgrabError as error:
             problems.append(str(error))
     raise CdgrabError("; ".join(problems) + "; `data=embedded` needs no download")
 
 
-def load(source: Source) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
-    """Features float64 [rows, columns], labels float64 [rows] and the files' checksums."""
+def load(source: Source) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, str]]:
+    """Features float64 [rows, columns] and labels float64 [rows]; and the files' checksums."""
     if source.embedded:
         return _load_loanapp(source.files[0])
     checksums = check_files(source.files, PUBLISHED, GET)
@@ -101,7 +101,7 @@ def load(source: Source) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
     keep, labels = label_rule(protected, target)
     features = features[keep]
     _refuse_missing(features, source.files[0])
-    return features.to_numpy(np.float64), labels, checksums
+    return (features.to_numpy(np.float64), labels), checksums
 
 
 def label_rule(protected: pd.DataFrame, target: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +142,7 @@ def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
         )
 
 
-def _load_loanapp(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
+def _load_loanapp(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, str]]:
     """A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in."""
     checksums, columns = LOANAPP.check(path), read_columns(path)
     labels = np.array(columns["approve"], dtype=np.float64)
@@ -151,4 +151,4 @@ def _load_loanapp(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
     table = np.array([[float(cell or "nan") for cell in cells] for cells in columns.values()]).T
     table = table[:, [len(set(column[np.isfinite(column)])) > 1 for column in table.T]]
     table[table >= NOT_KNOWN] = np.nan
-    return np.where(np.isnan(table), np.nanmean(table, axis=0), table), labels, checksums
+    return (np.where(np.isnan(table), np.nanmean(table, axis=0), table), labels), checksums

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.data.download import install
-from experiments.data.glue import LAYOUTS, Layout, read_part
+from experiments.data.glue import ENTAILMENT, LAYOUTS, Layout, read_part
 from experiments.data.hub import open_split, rows
 
 GLUE = "nyu-mll/glue"
@@ -33,11 +33,9 @@ TABLES = {
         *("mrpc", ("not_equivalent", "equivalent"), ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")),
         {"#1 String": "sentence1", "#2 String": "sentence2"},
     ),
-    "RTE": Table("rte", ("entailment", "not_entailment"), ("index", *SENTENCES, "label"), {"index": "idx"}),
+    "RTE": Table("rte", ENTAILMENT, ("index", *SENTENCES, "label"), {"index": "idx"}),
     "SST-2": Table("sst2", ("negative", "positive"), ("sentence", "label")),
-    "QNLI": Table(
-        "qnli", ("entailment", "not_entailment"), ("index", "question", "sentence", "label"), {"index": "idx"}
-    ),
+    "QNLI": Table("qnli", ENTAILMENT, ("index", "question", "sentence", "label"), {"index": "idx"}),
     "MNLI": Table(
         *("mnli", ("entailment", "neutral", "contradiction")),
         (
@@ -48,20 +46,14 @@ TABLES = {
         more=("label2", "label3", "label4", "label5"),
     ),
     "QQP": Table(
-        *("qqp", ("not_duplicate", "duplicate")),
-        ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
+        "qqp", ("not_duplicate", "duplicate"), ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
     ),
 }
 # The hub has left out three broken rows of QQP.
 HUB_LAYOUTS = LAYOUTS | {"QQP": replace(LAYOUTS["QQP"], rows=LAYOUTS["QQP"].rows | {"train.tsv": 363_846})}
 
 
-def glue(
-    root: Path,
-    dataset: str,
-    repository: str = GLUE,
-    layouts: dict[str, Layout] = HUB_LAYOUTS,
-) -> list[Path]:
+def glue(root: Path, dataset: str, repository: str = GLUE, layouts: dict[str, Layout] = HUB_LAYOUTS) -> list[Path]:
     """glue/<dataset>/{train,dev}.tsv, MNLI's two validation files. What the suite's reader takes is kept."""
     layout = layouts[dataset]
 
@@ -72,7 +64,7 @@ def glue(
             return False
 
     write = partial(_write, repository, TABLES[dataset], layout)
-    return install(root / "glue" / dataset, layout.rows, is_right, write)
+    return install(root / "glue" / dataset, layout.rows, is_right, write, repository)
 
 
 def _write(repository: str, table: Table, layout: Layout, path: Path) -> None:

@@ -55,9 +55,7 @@ def load(source: Source) -> tuple[Series, dict[str, str]]:
     checksums = check_files(source.files, PUBLISHED, GET)
     past, future = (_read_rows(path) for path in source.files)
     if len(past) != len(future) or any(len(row) != HORIZON for row in future):
-        raise CdgrabError(
-            f"{source.files[1]} must hold {HORIZON} values for each series of {source.files[0].name}; {GET}"
-        )
+        raise CdgrabError(f"{source.files[1]} must hold {HORIZON} values of every series; {GET}")
     return Series(past, np.stack(future)), checksums
 
 

@@ -51,7 +51,7 @@ def data_root(configured: str | None, data: str = "auto") -> Path | None:
         root = Path(chosen).expanduser()
         if not root.is_dir():
             raise CdgrabError(
-                f"the data folder {root} does not exist; set CDGRAB_DATA or data_root to a folder, or use data=embedded"
+                f"the data folder {root} does not exist; set CDGRAB_DATA or data_root, or use data=embedded"
             )
         return root
     return Path("data") if Path("data").is_dir() else None
@@ -88,9 +88,7 @@ def check_file(path: Path, known: Known | None, how_to_get: str) -> str:
         raise CdgrabError(f"the data file {path} is damaged: {size:,} bytes instead of {known[0]:,}; {how_to_get}")
     digest = sha256(path)
     if known and digest != known[1]:
-        raise CdgrabError(
-            f"the data file {path} is damaged: its checksum is not that of the published file; {how_to_get}"
-        )
+        raise CdgrabError(f"the data file {path} is damaged: its checksum is not the published one; {how_to_get}")
     return digest
 
 

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cdgrab import streams
 from experiments.data import hmda
@@ -18,7 +17,7 @@ from experiments.tasks.settings import number, whole
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
-    name = "lr_hmda"
+    name, dataset = "lr_hmda", hmda
     settings = {"limit": whole(1, optional=True), "train_share": number(above=0.0, below=1.0)}
 
     @staticmethod
@@ -27,8 +26,7 @@ class LrHmda(Task):
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
-        features, labels, checksums = hmda.load(source)
-        source.checksums.update(checksums)
+        features, labels = self.load()
         shuffled = streams.stream(seed, "split").permutation(len(labels))
         cut = int(config.train_share * len(labels))
         split = {"train": shuffled[:cut][: config.limit], "test": shuffled[cut:]}
@@ -63,7 +61,7 @@ class LrHmda(Task):
         }
 
     def _losses(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = functional_call(self.model, parameters, (features,)).squeeze(-1)
+        logits = self.apply(parameters, features).squeeze(-1)
         # Binary cross-entropy in few operations. Softplus turns linear at its threshold: at 50 nobody can tell.
         losses = F.softplus(logits, threshold=50.0) - labels * logits
         return losses, logits
