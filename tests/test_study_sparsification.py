@@ -28,7 +28,7 @@ from experiments.studies.sparsifiers import (
     settling,
 )
 from experiments.studies.synthetic import LayeredGradients, SparseModel
-from experiments.tasks import resnet
+from experiments.tasks import cifar10_models as models
 
 TINY = ["study=sparsification", "size=smoke", "study.dim=4000", "study.iterations=20", "study.held_dim=4000"]
 TINY += ["study.settling=60", "study.timed_dim=5000", "study.sparse_steps=3", "study.tasks.lstm_wiki2=null"]
@@ -100,8 +100,8 @@ def test_densities_are_judged(ratio, answer, density):
 
 
 def test_a_resnet_does_not_mix_examples(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(resnet, "WIDTHS", (32, 32, 64, 64))
-    model, images = resnet.ResNet18(10).double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    monkeypatch.setattr(models, "WIDTHS", (32, 32, 64, 64))
+    model, images = models.ResNet18().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     parameters = dict(model.named_parameters())
     together = vmap(grad(lambda p, x: functional_call(model, p, (x,)).square().sum()), (None, 0))(parameters, images)
     model(images)[1].square().sum().backward()
@@ -114,7 +114,7 @@ def test_a_resnet_does_not_mix_examples(monkeypatch, tmp_path, capsys):
 
 def test_a_resnet_has_its_usual_size():
     assert (
-        sum(p.numel() for p in resnet.ResNet18(10).parameters()) == 11_172_170
+        sum(p.numel() for p in models.ResNet18().parameters()) == 11_172_170
     )  # 11,173,962 less the norms of its short cuts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +24,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Task:
-    """A task has `locate`, and a constructor that sets `data` and `model`, and others of these attributes where the
-    defaults are not right; it implements `loss`, `measure` and `metrics`, or is a `Classification`.
+    """A task has a `dataset` or a `locate` of its own, and a constructor that sets `data` and `model`, and others of
+    these attributes where the defaults are not right; it implements `loss`, `measure` and `metrics`, or is a
+    `Classification`.
 
     Parameters travel as a dict of named tensors: `model` is used as a function and holds no state of the run. What a
     worker hands on from one unit to the next (a recurrent state) is its `carry`, a tuple of tensors, empty for most.
     """
 
     name: str
+    dataset: ModuleType  # with `locate(data, root)` and `load(source)`, as in `experiments.data`
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
 
@@ -47,10 +50,16 @@ class Task:
         """What its own settings must be, by their full names."""
         return {f"task.{key}": check for key, check in cls.settings.items()}
 
-    @staticmethod
-    def locate(config: DictConfig, data: str, root: str | None) -> Source:
+    @classmethod
+    def locate(cls, config: DictConfig, data: str, root: str | None) -> Source:
         """Where its data is: `data` is auto or embedded, `root` a folder or None."""
-        raise NotImplementedError
+        return cls.dataset.locate(data, root)
+
+    def load(self, *options: object) -> object:
+        """What the dataset reads from the source, where the files' checksums are noted."""
+        loaded, checksums = self.dataset.load(self.source, *options)
+        self.source.checksums.update(checksums)
+        return loaded
 
     @cached_property
     def train_units(self) -> int:
@@ -69,6 +78,10 @@ class Task:
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         """The data of units `indices` [...]: tensors whose first dimensions are those of `indices`."""
         return tuple(tensor[indices] for tensor in self.data[split])
+
+    def apply(self, parameters: dict[str, Tensor], *inputs: object) -> Tensor | tuple:
+        """What the model with these parameters makes of the inputs."""
+        return functional_call(self.model, parameters, inputs)
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple[Tensor, ...], *batch: Tensor) -> tuple[Tensor, tuple]:
         """Mean loss of one unit, or of a stack of units along the first dimension, and the carry after it."""
@@ -122,11 +135,11 @@ class Classification(Task):
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         *inputs, labels = batch
-        return F.cross_entropy(functional_call(self.model, parameters, tuple(inputs)), labels), carry
+        return F.cross_entropy(self.apply(parameters, *inputs), labels), carry
 
     def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         *inputs, labels = self.fetch(split, units)
-        logits = functional_call(self.model, parameters, tuple(inputs))
+        logits = self.apply(parameters, *inputs)
         losses = F.cross_entropy(logits, labels, reduction="sum")
         return {"loss": losses, "correct": (logits.argmax(-1) == labels).sum(), "count": torch.tensor(len(labels))}
 

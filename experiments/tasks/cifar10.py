@@ -11,18 +11,17 @@ from cdgrab import streams
 from experiments.data import cifar10
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Classification, initialised
-from experiments.tasks.lenet import lenet, linear
-from experiments.tasks.resnet import ResNet18
+from experiments.tasks.cifar10_models import ResNet18, lenet, linear
 from experiments.tasks.settings import number, one_of, whole
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
-MODELS = {"lenet": lenet, "linear": linear, "resnet18": lambda: ResNet18(cifar10.CLASSES)}
+MODELS = {"lenet": lenet, "linear": linear, "resnet18": ResNet18}
 
 
 class Cifar10(Classification):
     """Units are images. They stay bytes in memory and are normalised when fetched: a quarter of the space."""
 
-    name, evaluated_at_once = "cifar10", 2000
+    name, dataset, evaluated_at_once = "cifar10", cifar10, 2000
     settings = {
         "model": one_of(*MODELS),
         "limit": whole(1, optional=True),
@@ -30,14 +29,9 @@ class Cifar10(Classification):
         "train_share": number(above=0.0, below=1.0),
     }
 
-    @staticmethod
-    def locate(config: DictConfig, data: str, root: str | None) -> Source:
-        return cifar10.locate(data, root)
-
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
-        pictures, checksums = cifar10.load(source)
-        source.checksums.update(checksums)
+        pictures = self.load()
         rows, cut = np.arange(len(pictures.labels)), pictures.train
         if cut is None:
             rows, cut = streams.stream(seed, "split").permutation(rows), int(config.train_share * len(rows))

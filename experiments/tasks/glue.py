@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cdgrab import streams
 from experiments.data import encoder, glue
@@ -42,11 +41,10 @@ class Glue(Classification):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
     name = "glue"
-
     settings = {
         **{"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)},
         **{"encoder_name": text, "checkpoint": text},
-        **{"limit": whole(1, optional=True), "validation_limit": whole(1, optional=True)},
+        **dict.fromkeys(("limit", "validation_limit"), whole(1, optional=True)),
     }
 
     @staticmethod
@@ -68,12 +66,8 @@ class Glue(Classification):
         }
         self._first_part = len(validation[0].labels)  # of the validation rows
         self.evaluated_at_once = EVALUATED_AT_ONCE[config.encoder]
-        self.rows = {
-            "all": self.train_units + self.test_units,
-            "train": self.train_units,
-            "validation": self.test_units,
-            "skipped": sentences.skipped,
-        }
+        units = {"train": self.train_units, "validation": self.test_units}
+        self.rows = {"all": sum(units.values()), **units, "skipped": sentences.skipped}
         self.model = initialised(encoded.build_model, seed, config.dtype, device)
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
@@ -86,7 +80,7 @@ class Glue(Classification):
 
     def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         *inputs, labels = self.fetch(split, units)
-        logits = functional_call(self.model, parameters, tuple(inputs))
+        logits = self.apply(parameters, *inputs)
         losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
         if split == "train":
             return {"loss": losses.sum(), "correct": correct.sum(), "count": torch.tensor(len(units))}
@@ -101,11 +95,9 @@ class Glue(Classification):
 
 
 def _frozen(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, device: torch.device) -> Encoded:
-    config = task.config
+    config, dtype = task.config, DTYPES[task.config.dtype]
     features, weights = encoder.encoded(texts, config.encoder_name, config.pooling, texts_key, device)
-    inputs = {
-        split: (torch.as_tensor(array, dtype=DTYPES[config.dtype], device=device),) for split, array in features.items()
-    }
+    inputs = {split: (torch.as_tensor(some, dtype=dtype, device=device),) for split, some in features.items()}
     size = features["train"].shape[1]
     return Encoded(inputs, lambda: nn.Linear(size, classes), {f"encoder {config.encoder_name}": weights})
 
@@ -113,15 +105,12 @@ def _frozen(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, 
 def _tiny_gpt2(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: int, device: torch.device) -> Encoded:
     config = task.config
     wanted_seed = seed if config.pretrained_seed is None else config.pretrained_seed
-    pretrained = load_pretrained(
-        config.checkpoint, config.pretrained_by, wanted_seed, config.pretrained_size, task.source
-    )
-    inputs = {
-        split: tuple(
-            torch.as_tensor(array, device=device) for array in pretrained.tokenise(some, texts_key | {"split": split})
-        )
-        for split, some in texts.items()
-    }
+    wanted = (config.checkpoint, config.pretrained_by, wanted_seed, config.pretrained_size)
+    pretrained = load_pretrained(*wanted, task.source)
+    inputs = {}
+    for split, some in texts.items():
+        arrays = pretrained.tokenise(some, texts_key | {"split": split})
+        inputs[split] = tuple(torch.as_tensor(array, device=device) for array in arrays)
     return Encoded(inputs, lambda: Classifier(pretrained.model.body, classes), pretrained.checksums)
 
 

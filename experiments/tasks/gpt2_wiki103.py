@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 from cdgrab.errors import CdgrabError
@@ -33,29 +32,21 @@ class Gpt2Wiki103(Task):
     The second split is the text's validation part (which the published code calls test): its metrics are named so.
     """
 
-    name = "gpt2_wiki103"
-
+    name, dataset = "gpt2_wiki103", text_blocks
     settings = {
         **{"context": whole(2), "width": whole(1), "layers": whole(1), "heads": whole(1)},
         "vocabulary": whole(bpe.BYTES, bpe.MOST, optional=True),
         **dict.fromkeys(("truncate_lines", "limit", "valid_limit"), whole(1, optional=True)),
     }
 
-    @staticmethod
-    def locate(config: DictConfig, data: str, root: str | None) -> Source:
-        return text_blocks.locate(data, root)
-
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
         if config.width % config.heads:
             raise CdgrabError(f"task.width={config.width} cannot be split evenly over task.heads={config.heads}")
-        blocks, checksums = text_blocks.load(
-            source, config.vocabulary, config.context, config.truncate_lines, (config.limit, config.valid_limit)
-        )
-        source.checksums.update(checksums)
+        limits = (config.limit, config.valid_limit)
+        blocks = self.load(config.vocabulary, config.context, config.truncate_lines, limits)
         parts = {"train": blocks.train, "test": blocks.valid}
-        self._blocks = {split: torch.as_tensor(part, device=device, dtype=torch.int32) for split, part in parts.items()}
-        self.train_units, self.test_units = len(parts["train"]), len(parts["test"])
+        self.data = {name: (torch.as_tensor(part, device=device, dtype=torch.int32),) for name, part in parts.items()}
         self.rows = {
             "all": blocks.train.size + blocks.valid.size,
             "vocabulary": blocks.vocabulary,
@@ -67,11 +58,11 @@ class Gpt2Wiki103(Task):
         self.evaluated_at_once = blocks_at_once(device, config.context, blocks.vocabulary, DTYPES[config.dtype])
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        return (self._blocks[split][indices].long(),)
+        return (super().fetch(split, indices)[0].long(),)
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         (blocks,) = batch
-        scores = functional_call(self.model, parameters, (blocks[..., :-1],))
+        scores = self.apply(parameters, blocks[..., :-1])
         return F.cross_entropy(scores.flatten(0, -2), blocks[..., 1:].flatten()), carry
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cdgrab.errors import CdgrabError
 from experiments.data import wikitext
@@ -46,23 +45,17 @@ class LstmWiki2(Task):
     published code. Evaluation reads the text in its own order.
     """
 
-    name = "lstm_wiki2"
-
+    name, dataset = "lstm_wiki2", wikitext
     settings = {
         **dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1)),
         **{"limit": whole(1, optional=True), "test_chunks": whole(2, optional=True)},
         **{"reset_hidden": flag, "partition": _contiguous},
     }
 
-    @staticmethod
-    def locate(config: DictConfig, data: str, root: str | None) -> Source:
-        return wikitext.locate(data, root)
-
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
         self._device = device
-        corpus, checksums = wikitext.load(source)
-        source.checksums.update(checksums)
+        corpus = self.load()
 
         def columns(text: np.ndarray, count: int) -> Tensor:
             """[count, length]; the words left over at the end are dropped."""
@@ -76,9 +69,7 @@ class LstmWiki2(Task):
         available, self._test_chunks = ((text.shape[1] - 1) // length for text in (train, self._test))
         self.chunks = min(available, config.limit or available)
         if self.chunks < 1 or self._test_chunks < 2:
-            raise CdgrabError(
-                f"{source.description} is too short for {config.batch} columns with chunks of {length} words"
-            )
+            raise CdgrabError(f"{source.description} is too short for {config.batch} columns of {length}-word chunks")
         # [columns, chunks, length + 1]: a chunk's last target is the next chunk's first input
         self._windows = train.unfold(1, length + 1, length)[:, : self.chunks]
         self.train_units, self.test_units = workers * self.chunks, config.test_columns
@@ -89,9 +80,8 @@ class LstmWiki2(Task):
             "test": len(corpus.test),
             "chunks": self.chunks,
         }
-        self.model = initialised(
-            lambda: TiedLstm(len(corpus.vocabulary), config.hidden, config.layers), seed, config.dtype, device
-        )
+        sizes = (len(corpus.vocabulary), config.hidden, config.layers)
+        self.model = initialised(lambda: TiedLstm(*sizes), seed, config.dtype, device)
 
     @property
     def units_per_step(self) -> int:
@@ -150,7 +140,7 @@ class LstmWiki2(Task):
 
     def _losses(self, parameters: dict[str, Tensor], carry: tuple, inputs: Tensor, targets: Tensor) -> tuple:
         """The loss of every word, [time, columns], and the carry after the last."""
-        scores, carry = functional_call(self.model, parameters, (inputs, carry))
+        scores, carry = self.apply(parameters, inputs, carry)
         losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(targets.shape), carry
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from cdgrab import streams
 from cdgrab.errors import CdgrabError
@@ -19,55 +18,39 @@ from experiments.tasks.settings import number, whole
 class MlpM4(Task):
     """Units are windows: 20 values in, 6 out, every third position; each series standardised by its own past."""
 
-    name = "mlp_m4"
-
+    name, dataset = "mlp_m4", m4
     settings = {
         **dict.fromkeys(("window_in", "window_out", "stride", "hidden"), whole(1)),
         "limit": whole(1, optional=True),
         "train_share": number(above=0.0, below=1.0),
     }
 
-    @staticmethod
-    def locate(config: DictConfig, data: str, root: str | None) -> Source:
-        return m4.locate(data, root)
-
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
-        series, checksums = m4.load(source)
-        source.checksums.update(checksums)
+        series = self.load()
         means = np.array([past.mean() for past in series.past])
         stds = np.array([past.std() for past in series.past])
         scaled = [(past - mean) / std for past, mean, std in zip(series.past, means, stds, strict=True)]
-        windows = cut_windows(scaled, config.window_in + config.window_out, config.stride)
+        length = config.window_in + config.window_out
+        windows = cut_windows(scaled, length, config.stride)
         if len(windows) < 2:
-            raise CdgrabError(
-                f"{source.description} gives {len(windows)} windows of {config.window_in + config.window_out}"
-            )
+            raise CdgrabError(f"{source.description} gives {len(windows)} windows of {length}")
 
         def tensor(array: np.ndarray) -> Tensor:
             return torch.as_tensor(array, dtype=DTYPES[config.dtype], device=device)
 
         shuffled, cut = streams.stream(seed, "split").permutation(len(windows)), int(config.train_share * len(windows))
-        train = windows[shuffled[:cut][: config.limit]]
-        self._windows = tensor(train)
-        self._last = tensor(np.stack([past[-config.window_in :] for past in scaled]))
-        self._means, self._stds, self._future = tensor(means), tensor(stds), tensor(series.future)
-        self.train_units, self.test_units = len(train), len(scaled)
+        train = tensor(windows[shuffled[:cut][: config.limit]])
+        last = np.stack([past[-config.window_in :] for past in scaled])
+        self.data = {"train": (train,), "test": (tensor(last), tensor(series.future))}
+        self._means, self._stds = tensor(means), tensor(stds)
         self.rows = {"all": len(windows), "train": len(train), "series": len(scaled)}
-        hidden = config.hidden
-        self.model = initialised(
-            lambda: nn.Sequential(
-                *(nn.Linear(config.window_in, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
-                nn.Linear(hidden, 1),
-            ),
-            *(seed, config.dtype, device),
-        )
+        self.model = initialised(lambda: mlp(config.window_in, config.hidden), seed, config.dtype, device)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        if split == "train":
-            window = self._windows[indices]
-            return window[..., : self.config.window_in], window[..., self.config.window_in :]
-        return self._last[indices], self._future[indices]
+        """What goes in, and what should come out."""
+        found, cut = super().fetch(split, indices), self.config.window_in
+        return found if split == "test" else (found[0][..., :cut], found[0][..., cut:])
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         past, future = batch
@@ -90,9 +73,14 @@ class MlpM4(Task):
         """One value at a time, each forecast becoming an input of the next."""
         forecasts = []
         for _ in range(steps):
-            forecasts.append(functional_call(self.model, parameters, (past,)))
+            forecasts.append(self.apply(parameters, past))
             past = torch.cat([past[..., 1:], forecasts[-1]], dim=-1)
         return torch.cat(forecasts, dim=-1)
+
+
+def mlp(inputs: int, hidden: int) -> nn.Module:
+    layers = (nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(hidden, 1))
 
 
 def cut_windows(series: list[np.ndarray], length: int, stride: int) -> np.ndarray:

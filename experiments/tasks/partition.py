@@ -21,7 +21,7 @@ def label_skewed(labels: Tensor, workers: int, units: int, alpha: float, permuta
     wanted = dirichlet(alpha * sizes / sizes.mean(), workers, streams.stream(seed, "partition", 1))
     counts = class_counts(wanted, sizes, units)
     by_class = [permutation[labels[permutation] == label] for label in classes.tolist()]
-    columns = _with_rest(counts, sizes).T.tolist()
+    columns = np.vstack([counts, sizes - counts.sum(0)]).T.tolist()  # the last part goes to nobody
     dealt = [of_one.split(column) for of_one, column in zip(by_class, columns, strict=True)]
     place = torch.empty_like(permutation)
     place[permutation] = torch.arange(len(permutation))
@@ -68,8 +68,3 @@ def class_shares(owned: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]
 def apportion(shares: np.ndarray, total: int) -> np.ndarray:
     """`total` in whole numbers in proportion to `shares`, by largest remainders."""
     return whole_numbers(total * shares / shares.sum() if total else np.zeros(len(shares)), total)
-
-
-def _with_rest(counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One more row: the units that nobody gets."""
-    return np.vstack([counts, sizes - counts.sum(0)])

@@ -63,11 +63,8 @@ class Block(nn.Module):
     def __init__(self, context: int, width: int, heads: int) -> None:
         super().__init__()
         self.attention_norm, self.attention = LayerNorm(width), CausalAttention(context, width, heads)
-        self.norm, self.expand, self.contract = (
-            LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm = LayerNorm(width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))
