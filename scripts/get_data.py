@@ -28,9 +28,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cdgrab.checks import look_up
 from cdgrab.errors import CdgrabError
 from experiments.data import cifar10, hmda, hub, hub_glue, m4, wikitext
-from scripts.arguments import Parser
+from scripts.arguments import Parser, exit_status
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,8 @@ DATASETS: dict[str, list[list[Origin]]] = {
     "lr-hmda": [[hmda.download]],
     "lstm-wiki2": [[wikitext.download, FromHub(hub.WIKITEXT, hub.wikitext2)]],
     "mlp-m4": [[m4.download]],
-    "cifar10": [
-        [cifar10.download, cifar10.download_with_torchvision, FromHub(hub.CIFAR10, hub.cifar10_pictures)],
-    ],
-    "gpt2-wiki103": [
-        [FromHub(hub.GPT2, hub.gpt2), hub.gpt2_from_openai],
-        [FromHub(hub.WIKITEXT, hub.wikitext103)],
-    ],
+    "cifar10": [[cifar10.download, cifar10.download_with_torchvision, FromHub(hub.CIFAR10, hub.cifar10_pictures)]],
+    "gpt2-wiki103": [[FromHub(hub.GPT2, hub.gpt2), hub.gpt2_from_openai], [FromHub(hub.WIKITEXT, hub.wikitext103)]],
     "glue": [[FromHub(hub_glue.GLUE, partial(hub_glue.glue, dataset=name))] for name in hub_glue.TABLES],
 }
 
@@ -69,28 +65,21 @@ DATASETS: dict[str, list[list[Origin]]] = {
 def main(command_line: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("task", help=f"one of {', '.join(DATASETS)}")
-    parser.add_argument(
-        "--clones",
-        type=Path,
-        help="a folder with clones of the hub's repositories under their names (CLONES/nyu-mll/glue), used instead of "
-        "all origins",
-    )
+    clones = "a folder with clones of the hub's repositories under their names (CLONES/nyu-mll/glue), used instead"
+    parser.add_argument("--clones", type=Path, help=clones)
     arguments = parser.parse_args(command_line)
-    task = arguments.task.lower().replace("_", "-")
-    root = Path(os.environ.get("CDGRAB_DATA") or "data").expanduser()
     try:
-        if task not in DATASETS:
-            raise CdgrabError(f"unknown task {task!r}; the tasks are {', '.join(DATASETS)}")
-        for origins in DATASETS[task]:
-            for path in get(root, cloned(origins, arguments.clones) if arguments.clones else origins):
-                print(path)
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_status(lambda: get_all(arguments.task.lower().replace("_", "-"), arguments.clones))
     except KeyboardInterrupt:
         print("error: interrupted; what was complete is kept", file=sys.stderr)
         return 130
-    return 0
+
+
+def get_all(task: str, clones: Path | None) -> None:
+    root = Path(os.environ.get("CDGRAB_DATA") or "data").expanduser()
+    for origins in look_up("task", task, DATASETS):
+        for path in get(root, cloned(origins, clones) if clones else origins):
+            print(path)
 
 
 def cloned(origins: list[Origin], clones: Path) -> list[Origin]:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from cdgrab.errors import CdgrabError, file_error
 from experiments.report import tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.text import markdown
 from experiments.store.files import RESULTS
+from scripts.arguments import exit_status
 
 
 def main() -> int:
-    try:
-        return write()
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {file_error(error)}", file=sys.stderr)
-    return 2
+    return exit_status(write)
 
 
 def write() -> int:

@@ -46,19 +46,15 @@ EXPERIMENTS = {
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = _parse(command_line)
-    task = arguments.task.lower().replace("_", "-")
-    if task not in (*EXPERIMENTS, "all"):
-        names = ", ".join((*EXPERIMENTS, "all"))
-        print(f"error: unknown task {arguments.task!r}; the tasks are {names}", file=sys.stderr)
-        return REFUSED
-    overrides = [
-        f"{key}={getattr(arguments, key)}"
-        for key in ("epochs", "workers", "nproc", "jobs", "data", "size")
-        if getattr(arguments, key)
-    ]
+    given = vars(arguments)
+    task, seeds = given.pop("task").lower().replace("_", "-"), given.pop("seeds")
+    overrides = [f"{key}={value}" for key, value in given.items() if value]
     if task == "all":
-        return reproduce_all(overrides, arguments.seeds)
-    return reproduce_task(task, overrides, arguments.seeds)
+        return reproduce_all(overrides, seeds)
+    if task in EXPERIMENTS:
+        return reproduce_task(task, overrides, seeds)
+    print(f"error: unknown task {task!r}; the tasks are {', '.join(EXPERIMENTS)}, all", file=sys.stderr)
+    return REFUSED
 
 
 def reproduce_all(overrides: list[str], seeds: int | None) -> int:
@@ -161,8 +157,8 @@ def _parse(command_line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=positive, help="how many logical workers (default: the experiment's)")
     parser.add_argument("--nproc", help="processes that host the workers (default: auto, one per GPU or one on a CPU)")
     parser.add_argument("--jobs", type=positive, help="runs at the same time (default: the experiment's, 1 or 2)")
-    parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
+    parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     return parser.parse_args(command_line)
 
 

@@ -250,7 +250,7 @@ def peer(monkeypatch):
 def test_peers_are_measured(peer, monkeypatch):
     monkeypatch.setattr(peers, "PEERS", {"grab_pair": "PairBalance"})
     monkeypatch.setattr(peers, "LEARNING_RATES", {"lr_hmda": 0.01})
-    rows = peers.measure("cpu", "smoke")
+    rows = list(peers.measure("cpu", "smoke"))
     assert [row["what"] for row in rows] == ["lr_hmda grab_pair, same loop", "lr_hmda grab_pair, own loop"]
     for row in rows:
         assert row.keys() >= KEYS["peers"] and row["ours_us"] > 0 and row["peer_us"] > 0
@@ -260,7 +260,7 @@ def test_peers_are_measured(peer, monkeypatch):
 
 def test_missing_peer_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.measure("cpu", "smoke") == []
+    assert list(peers.measure("cpu", "smoke")) == []
     assert "grab-sampler is not installed" in capsys.readouterr().out
 
 

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from scripts import fuzz, soak
+from scripts import soak
+from scripts.fuzz import __main__ as fuzz
 
 INPUTS = {"settings": 30, "files": 30, "runs": 40, "gradients": 300}
 

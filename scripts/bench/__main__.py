@@ -10,47 +10,39 @@ them. Leave the machine alone meanwhile: <name>.meta.json tells its load.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import DEVICES, pick_device
 from experiments.store import bench as store
-from scripts.arguments import Parser
+from scripts.arguments import Parser, exit_status
 from scripts.bench import balance, dropin, epoch, memory, peers, traffic
 from scripts.bench.measure import SIZES, manifest, measured
 
-BENCHMARKS = {
-    "balance": balance.measure,
-    "epoch": epoch.measure,
-    "traffic": traffic.measure,
-    "memory": memory.measure,
-    "peers": peers.measure,
-    "dropin": dropin.measure,
-}
+# each has `measure(device, size)`, which yields rows, and `describe(row)`, one line for people
+MODULES = (balance, epoch, traffic, memory, peers, dropin)
+BENCHMARKS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parse(arguments)
-    try:
-        device = pick_device(options.device).type
-        for name in BENCHMARKS if options.name == "all" else [options.name]:
-            print(f"{name} on {device}", flush=True)
-            began, rows = manifest(device, options.size), BENCHMARKS[name](device, options.size)
-            if rows:
-                print(f"  -> {store.write(name, device, rows, measured(began))}", flush=True)
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("name", nargs="?", default="all", choices=(*BENCHMARKS, "all"))
     parser.add_argument("--size", default="quick", choices=SIZES)
     parser.add_argument("--device", default="auto", choices=DEVICES)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    names = list(BENCHMARKS) if options.name == "all" else [options.name]
+    return exit_status(lambda: run(names, options.device, options.size))
+
+
+def run(names: list[str], wanted_device: str, size: str) -> None:
+    device = pick_device(wanted_device).type
+    for name in names:
+        print(f"{name} on {device}", flush=True)
+        began, rows = manifest(device, size), []
+        for row in BENCHMARKS[name].measure(device, size):
+            rows.append(row)
+            print(f"  {BENCHMARKS[name].describe(row)}", flush=True)
+        if rows:
+            print(f"  -> {store.write(name, device, rows, measured(began))}", flush=True)
 
 
 if __name__ == "__main__":

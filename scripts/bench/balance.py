@@ -14,7 +14,8 @@ read the rows twice at the highest bandwidth that this device shows. On a GPU al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from types import ModuleType
 from unittest.mock import patch
 
@@ -36,6 +37,9 @@ LAUNCHES = (64, 62_006)  # workers and dim at which they are timed one by one
 BANDWIDTH_BYTES = {"cpu": 2**28, "cuda": 2**32}
 GRID = {"smoke": ((4,), (19, 500)), "quick": (WORKERS, DIMS), "full": (WORKERS, DIMS)}
 REPEATS = {"smoke": 2, "quick": 5, "full": 15}
+describe = (
+    "{threads} threads, {workers} workers, dim {dim}: author-style {author_us} µs, ours {ours_us}, floor {floor_us}"
+).format_map
 
 
 def author_style(rows: Tensor, running: Tensor) -> list[int]:
@@ -48,21 +52,17 @@ def author_style(rows: Tensor, running: Tensor) -> list[int]:
     return signs
 
 
-def measure(device: str, size: str) -> list[dict]:
+def measure(device: str, size: str) -> Iterator[dict]:
     """One row per grid point; on a CPU with all cores, then with one thread."""
-    threads_before, rows = torch.get_num_threads(), []
+    threads_before, (all_workers, dims) = torch.get_num_threads(), GRID[size]
     cores = sorted({os.cpu_count() or 1, 1}, reverse=True) if device == "cpu" else [threads_before]
     try:
         for threads in cores:
             torch.set_num_threads(threads)
-            for workers in GRID[size][0]:
-                for dim in GRID[size][1]:
-                    rows.append(_grid_point(device, workers, dim, REPEATS[size]) | {"threads": threads})
-                    print("  {threads} threads, {workers} workers, dim {dim}: author-style {author_us} µs, ours "
-                          "{ours_us} µs, floor {floor_us} µs".format(**rows[-1]), flush=True)  # fmt: skip
+            for workers, dim in product(all_workers, dims):
+                yield _grid_point(device, workers, dim, REPEATS[size]) | {"threads": threads}
     finally:
         torch.set_num_threads(threads_before)
-    return rows
 
 
 def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -27,37 +26,37 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cdgrab import OrderedBatchSampler
 from experiments.report.statistics import paired_p
 from experiments.studies.timing import under_torchrun
-from scripts.bench.measure import summary
+from scripts.bench.measure import report, summary
 
 PROCESSES, BATCH = 4, 32
 EPOCHS = {"smoke": 2, "quick": 20, "full": 30}
 STEPS = {"linear": {"smoke": 4, "quick": 40, "full": 40}, "convolutional": {"smoke": 2, "quick": 10, "full": 20}}
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
 TRAINED = {"smoke": 1, "quick": 20, "full": 20}  # epochs of the example
+STEP = "a step, {network} network: DistributedSampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}"
 
 
-def measure(device: str, size: str) -> list[dict]:
+def measure(device: str, size: str) -> Iterator[dict]:
     torch.set_num_threads(1)
-    rows = [_steps(network, size) for network in STEPS]
-    losses = {sorter: [_trained(sorter, size, seed) for seed in range(SEEDS[size])] for sorter in ("d_rr", "cd_grab")}
-    gains = [ours - random for ours, random in zip(losses["cd_grab"], losses["d_rr"], strict=True)]
+    yield from (_steps(network, size) for network in STEPS)
+    losses = {f"{s}_losses": [_trained(s, size, seed) for seed in range(SEEDS[size])] for s in ("d_rr", "cd_grab")}
+    yield {"device": "cpu", "what": "loss", "epochs": TRAINED[size], **losses}
+
+
+def describe(row: dict) -> str:
+    if row["what"] == "step":
+        return STEP.format_map(row)
+    gains = [ours - random for ours, random in zip(row["cd_grab_losses"], row["d_rr_losses"], strict=True)]
+    gain = f"train loss, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}"
     wins = sum(gain < 0 for gain in gains)
-    print(f"  train loss, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}, "
-          f"lower on {wins} of {len(gains)} seeds, p = {paired_p(gains):.2g}", flush=True)  # fmt: skip
-    return [
-        *rows,
-        {"device": "cpu", "what": "loss", "epochs": TRAINED[size], **{f"{s}_losses": v for s, v in losses.items()}},
-    ]
+    return f"{gain}, lower on {wins} of {len(gains)} seeds, p = {paired_p(gains):.2g}"
 
 
 def _steps(network: str, size: str) -> dict:
     found = under_torchrun("scripts.bench.dropin", PROCESSES, (network, EPOCHS[size], STEPS[network][size]))[0]
     ratios = [ours / plain for plain, ours in zip(found["plain"], found["ours"], strict=True)]
     row = {"device": "cpu", "what": "step", "network": network, "processes": PROCESSES, "dim": found["dim"]}
-    row |= summary("plain_us", found["plain"]) | summary("ours_us", found["ours"]) | summary("ratio", ratios)
-    words = "  a step, {network} network: DistributedSampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}"
-    print(words.format(**row), flush=True)
-    return row
+    return row | summary("plain_us", found["plain"]) | summary("ours_us", found["ours"]) | summary("ratio", ratios)
 
 
 def _trained(sorter: str, size: str, seed: int) -> float:
@@ -112,10 +111,7 @@ def main(target: str, network: str, epochs: str, steps: str) -> None:
             seconds = epoch_of(*parts)
             if epoch:  # the first one warms up
                 found[name].append(seconds)
-    found["dim"] = sum(parameter.numel() for parameter in models[0].parameters())
-    if dist.get_rank() == 0:
-        Path(f"{target}0").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    report(target, found | {"dim": sum(parameter.numel() for parameter in models[0].parameters())})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from experiments.studies.timing import SORTERS, under_torchrun
 from experiments.training.config import compose
 from scripts.bench.measure import summary
@@ -16,20 +18,17 @@ SHORTER = {
 }
 EPOCHS = {"smoke": 2, "quick": 5, "full": 15}
 LEAST_SECONDS = {"smoke": 0.0, "quick": 2.0, "full": 20.0}  # of a sorter's epochs together: short ones are repeated
+describe = "{task}: D-RR {d_rr_s} s, CD-GraB {cd_grab_s} s, ratio {ratio}; of CPU time {cpu_ratio}".format_map
 
 
-def measure(device: str, size: str) -> list[dict]:
-    rows = []
+def measure(device: str, size: str) -> Iterator[dict]:
     for task, (experiment, shorter) in SHORTER.items():
         settings = [f"experiment={experiment}", "size=paper", f"device={device}"]
         if size in shorter and not (compose(settings).source.embedded and task == "lr_hmda"):
             settings.append(shorter[size])
         arguments = (EPOCHS[size], LEAST_SECONDS[size], *settings)
         found = under_torchrun("experiments.studies.timing", PROCESSES[device], arguments)[0]
-        rows.append({"device": device, "task": task, "processes": PROCESSES[device]} | _row(found))
-        print("  {task}: D-RR {d_rr_s} s, CD-GraB {cd_grab_s} s, ratio {ratio}; of CPU time {cpu_ratio}".format(
-              **rows[-1]), flush=True)  # fmt: skip
-    return rows
+        yield {"device": device, "task": task, "processes": PROCESSES[device]} | _row(found)
 
 
 def _row(found: dict) -> dict:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from cdgrab.runtime.group import disconnect, launched_rank
 from experiments.store.records import begin, cpu_name, finish
 
 SIZES = ("smoke", "quick", "full")
@@ -49,6 +52,12 @@ def manifest(device: str, size: str) -> dict:
 def measured(manifest: dict) -> dict:
     load = [round(load, 2) for load in os.getloadavg()]  # of the last 1, 5, 15 minutes, our own included
     return finish(manifest, load=load)
+
+
+def report(target: str, found: object) -> None:
+    """What this process found, for `under_torchrun`; its last act."""
+    Path(f"{target}{launched_rank()}").write_text(json.dumps(found))
+    disconnect()
 
 
 def _rounded(value: float) -> float:

@@ -10,29 +10,30 @@ not what happens to be kept.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from cdgrab.balance import kernels
-from cdgrab.runtime import group as workers
 from experiments.studies.timing import SORTERS, make_trainer, train_epoch, under_torchrun
 from experiments.training.config import compose
 from experiments.training.memory import return_freed_memory
-from scripts.bench.measure import summary
+from scripts.bench.measure import report, summary
 
 WORKERS = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
 RUNS = {"smoke": 1, "quick": 1, "full": 5}  # each gives a number per process
 STEPS = {"smoke": 4, "quick": 8, "full": 40}
 EPOCHS = 2
+describe = (
+    "{workers} workers, {processes} processes: {extra_bytes:,} bytes extra, {extra_per_parameter} floats per parameter"
+).format_map
 
 
-def measure(device: str, size: str) -> list[dict]:
+def measure(device: str, size: str) -> Iterator[dict]:
     load_code(device)  # compiles what is not in numba's cache yet: that needs memory too
-    rows = []
     cells = [(count, count) for count in WORKERS[size]]
     cells += [(count, 1) for count in WORKERS[size] if device == "cuda"]
     for count, processes in cells:
@@ -42,10 +43,7 @@ def measure(device: str, size: str) -> list[dict]:
         for _ in range(RUNS[size]):
             for sorter in SORTERS:
                 found[sorter] += under_torchrun("scripts.bench.memory", processes, [*settings, f"sorter={sorter}"])
-        rows.append({"device": device, "workers": count, "processes": processes} | _row(found))
-        print("  {workers} workers on {processes} processes: {extra_bytes:,} bytes extra, {extra_per_parameter} floats "
-              "per parameter".format(**rows[-1]), flush=True)  # fmt: skip
-    return rows
+        yield {"device": device, "workers": count, "processes": processes} | _row(found)
 
 
 def _row(found: dict[str, list[dict]]) -> dict:
@@ -106,9 +104,7 @@ def main(target: str, *settings: str) -> None:
     with torch.no_grad():
         for epoch in range(EPOCHS):
             order, _ = train_epoch(trainer, order, epoch)
-    found = {"peak": peak(), "dim": trainer.flat.dim, "code": code}
-    Path(f"{target}{trainer.group.rank}").write_text(json.dumps(found))
-    workers.disconnect()
+    report(target, {"peak": peak(), "dim": trainer.flat.dim, "code": code})
 
 
 if __name__ == "__main__":

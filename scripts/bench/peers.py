@@ -11,20 +11,21 @@ import importlib.util
 import sys
 import time
 import types
+from collections.abc import Iterator
+from itertools import product
 from statistics import mean
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 import cdgrab
 from cdgrab.runtime.group import WorkerGroup
 from experiments.data import cifar10
 from experiments.studies.timing import finish_on, train_epoch
 from experiments.tasks import make_task
-from experiments.tasks.base import Task, initialised
+from experiments.tasks.base import Classification, Task, initialised
 from experiments.training.config import Run, compose
 from experiments.training.gradients import FlatParameters
 from experiments.training.loop import Trainer
@@ -36,39 +37,32 @@ EPOCHS = {"smoke": 2, "quick": 6, "full": 30}
 SEEDS = {"smoke": 1, "quick": 3, "full": 10}
 LEARNING_RATES = {"lr_hmda": 0.01, "digits_mlp": 0.01}
 INSTALL = "pip install --no-deps grab-sampler==0.1.3 absl-py overrides scipy joblib cloudpickle threadpoolctl"
+describe = (
+    "{what}: ours {ours_us} µs, loss {ours_loss:.6f}; grab-sampler {peer_us} µs, loss {peer_loss:.6f}"
+).format_map
 
 
-def measure(device: str, size: str) -> list[dict]:
+def measure(device: str, size: str) -> Iterator[dict]:
     if importlib.util.find_spec("grabsampler") is None:
         print(f"  skipped: grab-sampler is not installed; `{INSTALL}` gets it")
-        return []
+        return
     torch.set_num_threads(1)
-    rows = []
-    for task in LEARNING_RATES:
-        for sorter in PEERS:
-            found = [_both(_task(task, sorter, seed, device), EPOCHS[size], device) for seed in range(SEEDS[size])]
-            for what, ours in (("same loop", "ours"), ("own loop", "library")):
-                rows.append(
-                    {"device": device, "what": f"{task} {sorter}, {what}"}
-                    | summary("ours_us", [us for run in found for us in run[f"{ours}_us"]])
-                    | summary("peer_us", [us for run in found for us in run["peer_us"]])
-                    | {"ours_loss": mean(run[f"{ours}_loss"] for run in found)}
-                    | {"peer_loss": mean(run["peer_loss"] for run in found)}
-                    | {
-                        f"{who}_losses": [run[f"{key}_loss"] for run in found]
-                        for who, key in (("ours", ours), ("peer", "peer"))
-                    }
-                    | {"seeds": SEEDS[size], "epochs": EPOCHS[size]}
-                )
-                print("  {what}: ours {ours_us} µs, loss {ours_loss:.6f}; grab-sampler {peer_us} µs, loss "
-                      "{peer_loss:.6f}".format(**rows[-1]), flush=True)  # fmt: skip
-    return rows
+    for task, sorter in product(LEARNING_RATES, PEERS):
+        found = [_both(_task(task, sorter, seed, device), EPOCHS[size], device) for seed in range(SEEDS[size])]
+        for what, ours in (("same loop", "ours"), ("own loop", "library")):
+            row, losses = {"device": device, "what": f"{task} {sorter}, {what}"}, {}
+            for who, key in (("ours", ours), ("peer", "peer")):
+                row |= summary(f"{who}_us", [us for run in found for us in run[f"{key}_us"]])
+                losses[who] = [run[f"{key}_loss"] for run in found]
+            row |= {f"{who}_loss": mean(values) for who, values in losses.items()}
+            row |= {f"{who}_losses": values for who, values in losses.items()}
+            yield row | {"seeds": SEEDS[size], "epochs": EPOCHS[size]}
 
 
 # -- models and data ---------------------------------------------------------------------------------------------------
 
 
-class DigitsMlp(Task):
+class DigitsMlp(Classification):
     """1,797 handwritten digits of 8 × 8 pixels, one hidden layer."""
 
     name = "digits_mlp"
@@ -76,16 +70,10 @@ class DigitsMlp(Task):
     def __init__(self, run: Run, device: torch.device) -> None:
         super().__init__(run.config.task, cifar10.locate("embedded"), run.config.workers)
         table = np.loadtxt(self.source.files[0], delimiter=",", dtype=np.float32)
-        self._data = tuple(torch.as_tensor(a, device=device) for a in (table[:, :-1] / 16, table[:, -1].astype(int)))
-        self.train_units, self.test_units = len(table), 0
+        arrays = (table[:, :-1] / 16, table[:, -1].astype(int))
+        self.data = {"train": tuple(torch.as_tensor(array, device=device) for array in arrays)}
         build = lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))  # noqa: E731
         self.model = initialised(build, run.config.seed, "float32", device)
-
-    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        return tuple(data[indices] for data in self._data)
-
-    def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
-        return F.cross_entropy(functional_call(self.model, parameters, (batch[0],)), batch[1]), carry
 
 
 def _task(name: str, sorter: str, seed: int, device: str) -> tuple[Run, Task]:

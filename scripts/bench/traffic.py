@@ -11,9 +11,8 @@ process, in blocks.
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from experiments.studies.timing import SORTERS, train_epoch, under_torchrun
 from experiments.tasks.base import Task
 from experiments.training.config import Run, compose
 from experiments.training.loop import Trainer
+from scripts.bench.measure import report
 
 DIM = {"smoke": 40_000, "quick": 1_080_000, "full": 1_080_000}  # the LSTM's
 PROCESSES = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
@@ -30,11 +30,15 @@ UNITS_PER_STEP = (1, 4)
 SHORT = {"smoke": (2, 4, 19), "quick": (4, 32, 5_569), "full": (4, 32, 5_569)}  # processes, workers, dim
 STEPS = 8
 FLOAT = 4  # bytes
+describe = (
+    "{workers} workers on {processes} processes, {units_per_step} units per step, dim {dim}: {bytes:,} bytes, "
+    "all-reduce {allreduce_bytes:,}, author-style {author_bytes:,}"
+).format_map
 
 
-def measure(device: str, size: str) -> list[dict]:
-    """The same on every device: what is sent does not depend on it."""
-    rows, last = [], []
+def measure(device: str, size: str) -> Iterator[dict]:
+    """The same on every device: what is sent does not depend on it. The row of short gradients comes last."""
+    last = []
     for processes in PROCESSES[size]:
         cases = [(processes, units, DIM[size]) for units in UNITS_PER_STEP]
         if processes == SHORT[size][0]:
@@ -42,11 +46,11 @@ def measure(device: str, size: str) -> list[dict]:
         found = under_torchrun("scripts.bench.traffic", processes, ["/".join(map(str, case)) for case in cases])
         for number, case in enumerate(cases):
             row = {"device": device} | _row(processes, *case, [by_rank[number] for by_rank in found])
-            print("  {workers} workers on {processes} processes, {units_per_step} units per step, dim {dim}: "
-                  "{bytes:,} bytes, all-reduce {allreduce_bytes:,}, author-style {author_bytes:,}".format(**row),
-                  flush=True)  # fmt: skip
-            (last if case[0] > processes else rows).append(row)
-    return [*rows, *last]
+            if case[0] > processes:
+                last.append(row)
+            else:
+                yield row
+    yield from last
 
 
 def _row(processes: int, count: int, units: int, dim: int, counted: list[dict[str, float]]) -> dict:
@@ -78,11 +82,7 @@ class Pull(Task):
     def __init__(self, run: Run, dim: int, units: int) -> None:
         super().__init__(run.config.task, run.source, run.config.workers)
         self.model = nn.Linear(dim, 1, bias=False)
-        self.train_units, self.test_units = units, 0
-        self._values = torch.randn(units, generator=torch.Generator().manual_seed(0))
-
-    def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        return (self._values[indices],)
+        self.data = {"train": (torch.randn(units, generator=torch.Generator().manual_seed(0)),)}
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         return 0.5 * (parameters["weight"][0] - batch[0][..., None]).square().mean(0).sum(), carry
@@ -104,9 +104,8 @@ def bytes_per_step(sorter: str, count: int, units_per_step: int, dim: int) -> fl
 def main(target: str, *cases: str) -> None:
     """cases: workers/units per step/dim"""
     torch.set_num_threads(1)
-    found = [{sorter: bytes_per_step(sorter, *map(int, case.split("/"))) for sorter in SORTERS} for case in cases]
-    Path(f"{target}{workers.launched_rank()}").write_text(json.dumps(found))
-    workers.disconnect()
+    numbers = [tuple(map(int, case.split("/"))) for case in cases]
+    report(target, [{sorter: bytes_per_step(sorter, *case) for sorter in SORTERS} for case in numbers])
 
 
 if __name__ == "__main__":

@@ -22,12 +22,7 @@ def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
     week = ",".join(["V1", *(f"V{n}" for n in range(2, 40))]) + "\n"
     week += "".join(",".join([f"W{r}", *(str(100 + r + n % 7) for n in range(38))]) + "\n" for r in range(359))
     trees = {
-        "gpt2_wiki103": {
-            "novels/one.txt": text,
-            "novels/two.txt": text,
-            "gpt2/vocab.json": "{}",
-            "gpt2/merges.txt": "",
-        },
+        "gpt2_wiki103": {"novels/1.txt": text, "novels/2.txt": text, "gpt2/vocab.json": "{}", "gpt2/merges.txt": ""},
         "glue": {"glue/SST-2/train.tsv": rows, "glue/SST-2/dev.tsv": rows},
         "lstm_wiki2": {f"wikitext-2/{part}.txt": text for part in ("train", "valid", "test")},
         "mlp_m4": {"m4/Weekly-train.csv": week, "m4/Weekly-test.csv": week},
@@ -39,9 +34,8 @@ def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
         before = contents(root)
         try:
             limit = [] if task == "lr_hmda" else ["task.limit=8"]
-            run = compose(
-                [f"task={task}", f"data_root={root}", "size=smoke", *limit, f"run_dir={scratch / 'never made'}"]
-            )
+            places = [f"data_root={root}", f"run_dir={scratch / 'never made'}"]
+            run = compose([f"task={task}", "size=smoke", *limit, *places])
             make_task(run.config, run.source, torch.device("cpu"))
         finally:
             assert contents(root) == before, "data files were changed"
