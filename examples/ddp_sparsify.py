@@ -1,6 +1,6 @@
 """A small network on handwritten digits, trained by DistributedDataParallel with sparse gradients.
 
-    torchrun --nproc_per_node=2 examples/ddp_sparsify.py [exdyna] [density] [epochs]
+    torchrun --nproc_per_node=2 -m examples.ddp_sparsify [exdyna] [density] [epochs]
 
 Prints loss and accuracy, and how many bytes a process sent in the last step, next to those of dense gradients.
 """
@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from cdgrab.sparsify import ddp_hook
-from experiments.data import cifar10
-
-BATCH = 32
+from examples.digits import accuracy, digits
 
 
 def network() -> nn.Module:
@@ -31,28 +30,25 @@ def main(sparsifier: str = "exdyna", density: str = "0.01", epochs: str = "8") -
     rank, processes = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    pictures, _ = cifar10.load(cifar10.locate("embedded"))  # 1,797 digits of scikit-learn, without importing it
-    images = torch.from_numpy(pictures.images[:, :1, ::4, ::4]).float() / pictures.white
-    labels = torch.from_numpy(pictures.labels)
-    train, test = torch.randperm(len(labels)).split([1500, len(labels) - 1500])
-
+    train, test = digits()
+    loader = DataLoader(train, batch_size=32, sampler=DistributedSampler(train))
     model = DistributedDataParallel(network())
     hook = ddp_hook(model, sparsifier, density=float(density))  # the one line
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(int(epochs)):
-        for batch in train[torch.randperm(len(train))][rank::processes].split(BATCH):
+        loader.sampler.set_epoch(epoch)
+        for images, labels in loader:
             optimiser.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimiser.step()
-        with torch.no_grad():
-            accuracy = (model.module(images[test]).argmax(1) == labels[test]).float().mean()
+        score = accuracy(model.module, test)
         if rank == 0:
             dense = 2 * (processes - 1) * hook.sparsifier.dim * 4 // processes
-            print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {accuracy:.3f}", end=", ")
+            print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {score:.3f}", end=", ")
             print(f"density {hook.stats.density:.4f}, {hook.stats.bytes:,} bytes a step (dense: {dense:,})")
     dist.destroy_process_group()
-    return float(accuracy)
+    return score
 
 
 if __name__ == "__main__":
