@@ -26,7 +26,7 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
     vectors = torch.as_tensor(vectors).detach().double()
     mean = vectors.mean(dim=(0, 1)) if vectors.dim() == 3 and vectors.numel() else None
     if mean is None or not torch.isfinite(mean).all():  # a finite mean has finite terms, and is cheaper to look at
-        raise CdgrabError(f"vectors must be finite [workers, units, dim], none of them 0, got {tuple(vectors.shape)}")
+        raise CdgrabError(f"vectors must be finite [workers, units, dim], not empty; got shape {tuple(vectors.shape)}")
     workers, units, dim = vectors.shape
     if order is not None:
         order = torch.as_tensor(order, device=vectors.device)

@@ -161,7 +161,7 @@ BAD = [
     (["sorter=d_rr", "sorter.shared=banana"], "shared must be true or false"),
     (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),
     (["task.train_share=abc"], "task.train_share must be a number"),
-    (["task.state=NY"], "data=embedded was asked for"),
+    (["task.state=NY"], "task.state=NY needs the HMDA files, data=embedded finds none"),
     (["sparsifier=nonsense"], "unknown sparsifier 'nonsense'; the sparsifiers are cltk, deft"),
     (["sparsifier=exdyna", "sparsifier.density=2"], "density must be a number above 0 and at most 1, got 2"),
     (["sparsifier=exdyna", "sparsifier.rule=magic"], "rule must be balanced, paper"),

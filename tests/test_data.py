@@ -14,7 +14,7 @@ import torch
 
 from cdgrab.errors import CdgrabError
 from experiments.data import hmda
-from experiments.data.download import fetch
+from experiments.data.download import fetch, install
 from experiments.data.sources import sha256
 from experiments.tasks import make_task
 from experiments.training.config import compose
@@ -236,7 +236,7 @@ def test_download_takes_the_first_state_that_is_there(server, tmp_path):
 def test_failed_downloads_leave_nothing_behind(server, tmp_path, address, options, message):
     folder = tmp_path / "target"
     with pytest.raises(CdgrabError, match=message):
-        fetch(server + address, folder / "file.csv", **options)
+        install(folder, ["file.csv"], Path.is_file, lambda path: fetch(server + address, path, **options), "it")
     assert not folder.exists()
 
 

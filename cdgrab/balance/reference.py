@@ -33,14 +33,13 @@ def place_pairs(order: list[int], signs: list[int]) -> list[int]:
 
 def cd_grab(orders: list[list[int]], gradients: np.ndarray) -> list[list[int]]:
     """CD-GraB, the server's side of one epoch: one running sum, workers in rank order at each pair position."""
-    m, n, d = np.asarray(gradients).shape
+    gradients = np.asarray(gradients, dtype=np.float64)
+    m, n, d = gradients.shape
     r = np.zeros(d)
     signs: list[list[int]] = [[] for _ in range(m)]
     for k in range(n // 2):
         for i in range(m):
-            v = np.asarray(gradients[i][2 * k], dtype=np.float64) - np.asarray(
-                gradients[i][2 * k + 1], dtype=np.float64
-            )
+            v = gradients[i][2 * k] - gradients[i][2 * k + 1]
             s = greedy(r, v)
             r = r + s * v
             signs[i].append(s)

@@ -61,10 +61,7 @@ class ObservedModel:
         if compiled and self._ledger.unit == "example":
             raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
         if group.world_size > 1 and not self._parallel:
-            raise CdgrabError(
-                f"there are {group.world_size} processes, but the model is not wrapped in DistributedDataParallel; "
-                "wrap it before attach"
-            )
+            raise CdgrabError(f"{group.world_size} processes, but the model is not wrapped in DistributedDataParallel")
         if self._parallel:
             refuse_other_processes(group, self.model.process_group)
             refuse_sparse_gradients(self.model.module)
@@ -147,10 +144,8 @@ class ParallelGradients:
     def _refuse_half_accumulated(self) -> None:
         passes, wanted, self._ledger.passes = self._ledger.passes, self._ledger.accumulation_steps, 0
         if passes < wanted:
-            raise CdgrabError(
-                f"DDP averaged after {passes} of accumulation_steps={wanted} batches: "
-                "run all but the last inside `with model.no_sync():`"
-            )
+            before = f"DDP averaged after {passes} of accumulation_steps={wanted} batches"
+            raise CdgrabError(f"{before}: run all but the last inside `with model.no_sync():`")
         if passes > wanted:
             raise CdgrabError(
                 f"gradients of {passes} backward passes were accumulated before they were averaged; "

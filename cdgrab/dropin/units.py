@@ -34,8 +34,6 @@ def cut(own: Tensor, batch_size: int, accumulation_steps: int) -> list[list[list
     """Units of `accumulation_steps` batches of `batch_size` examples; only the very last batch may be smaller."""
     batches = [batch.tolist() for batch in own.split(batch_size)]
     if len(batches) % accumulation_steps:
-        raise CdgrabError(
-            f"{len(batches)} batches per epoch cannot be grouped by accumulation_steps={accumulation_steps}; "
-            "use drop_last=True"
-        )
+        grouped = f"grouped by accumulation_steps={accumulation_steps}"
+        raise CdgrabError(f"{len(batches)} batches per epoch cannot be {grouped}; use drop_last=True")
     return [batches[first : first + accumulation_steps] for first in range(0, len(batches), accumulation_steps)]

@@ -265,11 +265,8 @@ def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
 def one_worker_per_process(channel: object = None) -> WorkerGroup:
     """The processes that are already connected, each hosting one worker; `channel`: a process group of some of them."""
     if not (dist.is_available() and dist.is_initialized()):
-        if launched_world_size() > 1:
-            raise CdgrabError(
-                f"there are {launched_world_size()} processes, but they are not connected: "
-                "call torch.distributed.init_process_group first"
-            )
+        if (processes := launched_world_size()) > 1:
+            raise CdgrabError(f"{processes} processes are not connected: call init_process_group of torch.distributed")
         return WorkerGroup(1)
     processes = dist.get_world_size(channel)
     return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)

@@ -47,8 +47,7 @@ class Heartbeat:
         self._store = agents_store(max(5.0, self._interval))
         self._beats, self._ended = 0, threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
-        self._thread.start()
+        threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
     def stop(self) -> None:
         self._ended.set()

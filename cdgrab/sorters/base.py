@@ -146,7 +146,7 @@ class Sorter(WorkerState):
             expected = f"go on from {self.position} and end before {self.units}"
             raise CdgrabError(f"positions must {expected}, got {_brief(positions)}")
         if not gradients.is_floating_point() or not (unseen or all_finite(gradients)):
-            raise CdgrabError(f"gradients must be finite floats; those at positions {_brief(positions)} are not")
+            raise CdgrabError(f"gradients at positions {_brief(positions)} are not finite floating-point numbers")
 
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:

@@ -10,7 +10,7 @@ from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
-from cdgrab.sparsify.averager import SparseAverager
+from cdgrab.sparsify.averager import SparseAverager as SparseAverager
 from cdgrab.sparsify.base import Sparsifier, Stats
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
@@ -89,16 +89,3 @@ def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
     hook = Hook(parameters, sparsifier_of(parameters, name, group, density=density, **options))
     hook.register(model)
     return hook
-
-
-__all__ = [
-    "SPARSIFIERS",
-    "Hook",
-    "SparseAverager",
-    "Sparsifier",
-    "Stats",
-    "ddp_hook",
-    "make_sparsifier",
-    "sparsifier_of",
-    "sparsifier_options",
-]

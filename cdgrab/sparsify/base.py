@@ -92,7 +92,8 @@ class Sparsifier(WorkerState):
             accumulated.index_fill_(1, union, 0)
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())
-        self._record(counts, len(union), self._gathered_bytes(1) + extra_bytes + index_bytes + value_bytes)
+        finite_bytes = self.workers - 1  # one from everybody else
+        self._record(counts, len(union), finite_bytes + extra_bytes + index_bytes + value_bytes)
         self.selected = selected
         self.learn(counts)
         self.iteration += 1
@@ -113,21 +114,17 @@ class Sparsifier(WorkerState):
         """Each local worker's coordinates -> those of all workers, and the bytes a worker sent for it."""
         everybody = self.group.gather_uneven([indices.to(self._index_type) for indices in mine])
         longest = max(len(indices) for indices in everybody)
-        sent = self._gathered_bytes(4 + longest * self._index_type.itemsize)  # counts, then padded indices
-        return [indices.long() for indices in everybody], sent
+        sent = 4 + longest * self._index_type.itemsize  # a count, then padded indices, to each of the others
+        return [indices.long() for indices in everybody], (self.workers - 1) * sent
 
     def learn(self, counts: list[int]) -> None:
         """Adapt to what was selected, the same on all processes; counts: of all workers."""
 
     def _threshold(self) -> float | None:
-        """The threshold of the last `select`."""
+        """The threshold of the last `select`; asked for before `learn`."""
         return None
 
     # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _gathered_bytes(self, each: int) -> int:
-        """Sent by a worker when all gather `each` bytes from everybody."""
-        return (self.workers - 1) * each
 
     def summed_bytes(self, size: int) -> int:
         """Sent by a worker when all sum `size` bytes."""

@@ -68,7 +68,6 @@ class ExDyna(Sparsifier):
         self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
         self._aim = 1.0  # times the target that has to reach the threshold so that the target is sent
         self._value = thresholds.first_guess(self.target)
-        self._used = self._value
         self._counted_at = -1  # never
         self._off = False  # the density, so much that counting is due
 
@@ -102,7 +101,6 @@ class ExDyna(Sparsifier):
         if self._counts_now():
             self._value, sent = self._counted(accumulated)
             self._counted_at = self.iteration
-        self._used = self._value
         return sent
 
     def _counts_now(self) -> bool:
@@ -126,7 +124,7 @@ class ExDyna(Sparsifier):
         return thresholds.counted_threshold(counts, self._aim * self.target / every, last), sent
 
     def _threshold(self) -> float:
-        return self._used
+        return self._value
 
     # -- adaptation ---------------------------------------------------------------------------------------------------
 

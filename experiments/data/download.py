@@ -68,12 +68,11 @@ def install(
 
 
 def fetch(url: str, target: Path, member: str | None = None) -> None:
-    """Download `url` to `target`, or one `member` of the zip archive at `url`. Nothing is left behind on failure."""
-    with staging(target.parent) as folder:
-        path = _download(url, folder / "download")
-        if member:
-            path = _extract(path, member, folder / "member", url)
-        os.replace(path, target)
+    """Download `url` to `target`, or one `member` of the zip archive at `url`, which then lies beside it."""
+    archive = target.with_name(f"{target.name}.zip")
+    _download(url, archive if member else target)
+    if member:
+        _extract(archive, member, target, url)
 
 
 def fetch_missing(folder: Path, urls: dict[str, str], published: Published) -> list[Path]:
@@ -82,7 +81,7 @@ def fetch_missing(folder: Path, urls: dict[str, str], published: Published) -> l
     return install(folder, urls, by_checksum(published), lambda path: fetch(urls[path.name], path), site)
 
 
-def _download(url: str, path: Path) -> Path:
+def _download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
@@ -97,14 +96,12 @@ def _download(url: str, path: Path) -> Path:
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise CdgrabError(f"{url} is a pointer to a large file, not the file itself; download it with git lfs")
-    return path
 
 
-def _extract(archive: Path, member: str, path: Path, url: str) -> Path:
+def _extract(archive: Path, member: str, path: Path, url: str) -> None:
     """Reads one member by name, so that nothing can be written elsewhere."""
     try:
         with zipfile.ZipFile(archive) as opened, opened.open(member) as source, open(path, "wb") as target:
             shutil.copyfileobj(source, target)
     except (zipfile.BadZipFile, KeyError) as error:
         raise CdgrabError(f"{url} is not a zip archive that holds {member}") from error
-    return path

@@ -46,30 +46,22 @@ COLUMNS = FEATURES, ["applicant_ethnicity", "applicant_race_1", "applicant_sex"]
 
 def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
-    if data == "embedded":
-        if state != "auto":
-            raise CdgrabError(f"task.state={state} needs the files of that state, but data=embedded was asked for")
-        return _embedded()
-    folder = data_root(root)
+    folder = data_root(root, data)
     folder = folder / "hmda" if folder else None
+    if state == "auto" and not (folder and folder.is_dir()):
+        return LOANAPP.source("Boston Fed HMDA study (loanapp)")
+    if folder is None:
+        raise CdgrabError(f"task.state={state} needs the HMDA files, data={data} finds none; {GET} and set CDGRAB_DATA")
     if state == "auto":
-        if not (folder and folder.is_dir()):
-            return _embedded()
         there = {s: [(folder / name).is_file() for name in _names(s)] for s in STATES}
         # a complete state if there is one; else loading names the file that is missing
         state = max(STATES, key=lambda s: (all(there[s]), *there[s]))
-    elif folder is None:
-        raise CdgrabError(f"task.state={state} needs the HMDA files of that state; {GET} and set CDGRAB_DATA")
     files = tuple(folder / name for name in _names(state))
     return Source(f"{state}-2017", f"HMDA 2017, state {state}", files, papers_own=state == "NY", how_to_get=GET)
 
 
 def _names(state: str) -> list[str]:
     return [f"2017-{state}-{part}.csv" for part in PARTS]
-
-
-def _embedded() -> Source:
-    return LOANAPP.source("Boston Fed HMDA study (loanapp)")
 
 
 def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:

@@ -22,7 +22,7 @@ from cdgrab.errors import CdgrabError
 from experiments.data import bpe, cifar10, wikitext
 from experiments.data.download import fetch_missing, install, reason
 from experiments.data.progress import progress
-from experiments.data.sources import Published, by_checksum, is_published
+from experiments.data.sources import Published, by_checksum
 from experiments.data.text_blocks import TRAIN_LINES, VALID, count_lines
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def wikitext103(
     root: Path, repository: str = WIKITEXT, published: Published = PUBLISHED_103, train_lines: int = TRAIN_LINES
 ) -> list[Path]:
     """wikitext-103/{train,valid,test}.tokens"""
+    as_published = by_checksum(published)
 
     def is_right(path: Path) -> bool:
-        known = published.get(path.name)
-        return is_published(path, known) and (known is not None or count_lines(path) == train_lines)
+        return as_published(path) and (path.name in published or count_lines(path) == train_lines)
 
     write = functools.partial(_write_text, repository, "wikitext-103-v1")
     return install(root / "wikitext-103", ["train.tokens", *published], is_right, write, repository)

@@ -12,7 +12,7 @@ from experiments.data import cifar10
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Classification, initialised
 from experiments.tasks.cifar10_models import ResNet18, lenet, linear
-from experiments.tasks.settings import number, one_of, whole
+from experiments.tasks.settings import limit, one_of, share
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
 MODELS = {"lenet": lenet, "linear": linear, "resnet18": ResNet18}
@@ -22,12 +22,7 @@ class Cifar10(Classification):
     """Units are images. They stay bytes in memory and are normalised when fetched: a quarter of the space."""
 
     name, dataset, evaluated_at_once = "cifar10", cifar10, 2000
-    settings = {
-        "model": one_of(*MODELS),
-        "limit": whole(1, optional=True),
-        "test_limit": whole(1, optional=True),
-        "train_share": number(above=0.0, below=1.0),
-    }
+    settings = {"model": one_of(*MODELS), "limit": limit, "test_limit": limit, "train_share": share}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)

@@ -22,7 +22,7 @@ from experiments.data import encoder, glue
 from experiments.data.sources import Source, sha256
 from experiments.tasks.base import DTYPES, Classification, initialised
 from experiments.tasks.finetuning import Classifier, load_pretrained
-from experiments.tasks.settings import one_of, text, whole
+from experiments.tasks.settings import limit, one_of, text
 
 EVALUATED_AT_ONCE = {"frozen": 4096, "tiny_gpt2": 256}  # rows
 Texts = dict[str, list[tuple[str, ...]]]  # by split
@@ -41,11 +41,8 @@ class Glue(Classification):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
     name = "glue"
-    settings = {
-        **{"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)},
-        **{"encoder_name": text, "checkpoint": text},
-        **dict.fromkeys(("limit", "validation_limit"), whole(1, optional=True)),
-    }
+    settings = {"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)}
+    settings |= {"encoder_name": text, "checkpoint": text, "limit": limit, "validation_limit": limit}
 
     @staticmethod
     def locate(config: DictConfig, data: str, root: str | None) -> Source:

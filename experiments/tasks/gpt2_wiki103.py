@@ -16,7 +16,7 @@ from experiments.data import bpe, text_blocks
 from experiments.data.sources import Source
 from experiments.store import checkpoint
 from experiments.tasks.base import DTYPES, Task, initialised, perplexity
-from experiments.tasks.settings import whole
+from experiments.tasks.settings import limit, whole
 from experiments.tasks.tiny_gpt2 import TinyGpt2
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ class Gpt2Wiki103(Task):
     """
 
     name, dataset = "gpt2_wiki103", text_blocks
-    settings = {
-        **{"context": whole(2), "width": whole(1), "layers": whole(1), "heads": whole(1)},
-        "vocabulary": whole(bpe.BYTES, bpe.MOST, optional=True),
-        **dict.fromkeys(("truncate_lines", "limit", "valid_limit"), whole(1, optional=True)),
-    }
+    settings = {"context": whole(2), "width": whole(1), "layers": whole(1), "heads": whole(1)}
+    settings |= {"vocabulary": whole(bpe.BYTES, bpe.MOST, optional=True)}
+    settings |= {"truncate_lines": limit, "limit": limit, "valid_limit": limit}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)

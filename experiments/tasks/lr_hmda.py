@@ -11,14 +11,14 @@ from cdgrab import streams
 from experiments.data import hmda
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Task
-from experiments.tasks.settings import number, whole
+from experiments.tasks.settings import limit, share
 
 
 class LrHmda(Task):
     """Units are applications. Features are standardised on the training split."""
 
     name, dataset = "lr_hmda", hmda
-    settings = {"limit": whole(1, optional=True), "train_share": number(above=0.0, below=1.0)}
+    settings = {"limit": limit, "train_share": share}
 
     @staticmethod
     def locate(config: DictConfig, data: str, root: str | None) -> Source:

@@ -12,7 +12,7 @@ from cdgrab.errors import CdgrabError
 from experiments.data import wikitext
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Task, initialised, perplexity
-from experiments.tasks.settings import flag, whole
+from experiments.tasks.settings import flag, limit, whole
 
 EVALUATED_AT_ONCE = {"cpu": 560, "cuda": 16384}  # words; each has a score for every word of the vocabulary
 Carry = tuple[Tensor, Tensor]  # hidden and cell state, [layers, columns, hidden] each
@@ -46,11 +46,9 @@ class LstmWiki2(Task):
     """
 
     name, dataset = "lstm_wiki2", wikitext
-    settings = {
-        **dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1)),
-        **{"limit": whole(1, optional=True), "test_chunks": whole(2, optional=True)},
-        **{"reset_hidden": flag, "partition": _contiguous},
-    }
+    settings = dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1))
+    settings |= {"limit": limit, "test_chunks": whole(2, optional=True)}
+    settings |= {"reset_hidden": flag, "partition": _contiguous}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)

@@ -12,18 +12,15 @@ from cdgrab.errors import CdgrabError
 from experiments.data import m4
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Task, initialised
-from experiments.tasks.settings import number, whole
+from experiments.tasks.settings import limit, share, whole
 
 
 class MlpM4(Task):
     """Units are windows: 20 values in, 6 out, every third position; each series standardised by its own past."""
 
     name, dataset = "mlp_m4", m4
-    settings = {
-        **dict.fromkeys(("window_in", "window_out", "stride", "hidden"), whole(1)),
-        "limit": whole(1, optional=True),
-        "train_share": number(above=0.0, below=1.0),
-    }
+    settings = dict.fromkeys(("window_in", "window_out", "stride", "hidden"), whole(1))
+    settings |= {"limit": limit, "train_share": share}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)

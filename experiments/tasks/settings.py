@@ -29,6 +29,8 @@ def one_of(*allowed: object) -> Check:
 
 
 flag = one_of(True, False)
+limit = whole(1, optional=True)  # at most so many; null: all
+share = number(above=0.0, below=1.0)
 
 
 def text(key: str, value: object) -> None:
