@@ -11,14 +11,8 @@ from torch.func import functional_call, grad, vmap
 from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
 from experiments.studies import base, sparsification_figures
-from experiments.studies.sparsification import parts
-from experiments.studies.sparsification_verdicts import (
-    _holds,
-    ablation_table,
-    settling_time,
-    time_table,
-    training_table,
-)
+from experiments.studies.sparsification import _holds, parts, settling_time
+from experiments.studies.sparsification_figures import ablation_table, time_table, training_table
 from experiments.studies.sparsifiers import (
     PUBLISHED,
     MatchedMean,

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from experiments.report.statistics import Estimate, counted, estimate, power_exponents
-from experiments.studies.verdicts import Claim, judge, judge_every
+from experiments.studies.verdicts import judge, judge_every, threshold
 
 
 # two-sided 5 % points of Student's t, from printed tables
@@ -68,24 +68,19 @@ def test_the_interval_covers_the_true_exponent_as_often_as_it_says():
 )
 def test_answers(low, high, least, most, answer):
     measured = Estimate((low + high) / 2 if math.isfinite(low) else -1.0, low, high, 5)
-    assert judge(Claim("x", least, most), measured).answer == answer
-    blocked = judge(Claim("x", least, most), measured, note="n", unless="no use")
+    assert judge("x", measured, least=least, most=most).answer == answer
+    blocked = judge("x", measured, "n", "no use", least=least, most=most)
     assert (blocked.answer, blocked.note) == ("undecided", "no use; n")
 
 
 def test_thresholds_are_printed():
-    assert [
-        Claim("", **limits).threshold for limits in ({"most": -1.8}, {"least": 2}, {"least": -1.4, "most": -0.7})
-    ] == [
-        "≤ −1.8",
-        "≥ 2",
-        "−1.4 … −0.7",
-    ]
+    limits = ((-math.inf, -1.8), (2, math.inf), (-1.4, -0.7))
+    assert [threshold(*some) for some in limits] == ["≤ −1.8", "≥ 2", "−1.4 … −0.7"]
 
 
 def test_what_is_counted_has_no_interval():
     assert str(counted(2.0)) == "2, counted"
-    assert [judge(Claim("x", most=most), counted(2.0)).answer for most in (2.0, 1.9)] == ["holds", "fails"]
+    assert [judge("x", counted(2.0), most=most).answer for most in (2.0, 1.9)] == ["holds", "fails"]
 
 
 INSIDE, NEARER, ACROSS, FURTHER, OUTSIDE = (
@@ -105,11 +100,12 @@ INSIDE, NEARER, ACROSS, FURTHER, OUTSIDE = (
     ],
 )
 def test_a_claim_about_every_cell_is_decided_by_one(cells, answer, deciding):
-    verdict = judge_every(Claim("x", most=0.0), cells, "at {cell}")
+    verdict = judge_every("x", cells, "at {cell}", most=0.0)
     assert (verdict.answer, verdict.note, verdict.measured) == (answer, f"at {deciding}", str(cells[deciding]))
 
 
 def test_claims_with_two_limits_are_decided_by_whatever_is_further_out():
     cells = {"low": Estimate(0.5, 0.4, 0.6, 3), "high": Estimate(1.5, 1.45, 1.55, 3)}
-    assert judge_every(Claim("x", 0.85, 1.15), cells, "{cell}").note == "high"
-    assert judge_every(Claim("x", 0.85, 1.15), cells | {"low": Estimate(0.3, 0.2, 0.4, 3)}, "{cell}").note == "low"
+    assert judge_every("x", cells, "{cell}", least=0.85, most=1.15).note == "high"
+    cells["low"] = Estimate(0.3, 0.2, 0.4, 3)
+    assert judge_every("x", cells, "{cell}", least=0.85, most=1.15).note == "low"

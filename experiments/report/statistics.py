@@ -39,8 +39,10 @@ class Estimate:
         return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float] | Estimate) -> Estimate:
     """Mean and 95 % interval of independent values, one per seed, by Student's t; NaNs don't count."""
+    if isinstance(values, Estimate):
+        return values
     values = np.asarray(values, dtype=float)
     values = values[np.isfinite(values)]
     if len(values) < 2:

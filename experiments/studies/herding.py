@@ -21,7 +21,7 @@ from experiments.report.statistics import estimate, power_exponents
 from experiments.report.text import markdown
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import select
-from experiments.studies.verdicts import Claim, Verdict, judge, judge_every, judge_mean
+from experiments.studies.verdicts import Verdict, judge, judge_every
 
 FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
 FAR_ABOVE = 3  # a bound of so many floors is still on its way down
@@ -123,32 +123,30 @@ def _halving(table: DataFrame, levels: DataFrame, sorter: str) -> Verdict:
     ratio = ((after - rows["floor"]) / (rows["bound"] - rows["floor"]))[rows["bound"] >= FAR_ABOVE * rows["floor"]]
     words = f"{sorter_label(sorter)}: a round at least halves what the bound is above its floor"
     note = f"mean factor of {ratio.count()} rounds that begin above {FAR_ABOVE} floors"
-    return judge_mean(words, ratio.groupby(rows["seed"]).mean().dropna(), note, most=0.5)
+    return judge(words, ratio.groupby(rows["seed"]).mean().dropna(), note, most=0.5)
 
 
 def _growth(levels: DataFrame, sorter: str, words: str, **limits: float) -> Verdict:
     exponents = power_exponents(select(levels, sorter=sorter), "workers", "bound")
-    return judge_mean(words, exponents, "exponent of the floor in workers", **limits)
+    return judge(words, exponents, "exponent of the floor in workers", **limits)
 
 
 def _as_low_as_alone(levels: DataFrame) -> Verdict:
     alone = select(levels, sorter=ALONE).set_index("seed")["bound"]
     ours = select(levels, sorter=OURS).groupby("seed")["bound"].mean()
     words = "CD-GraB's floor is no higher than that of one worker with all vectors"
-    return judge_mean(words, ours / alone, "ratio, mean over worker counts", most=1.1)
+    return judge(words, ours / alone, "ratio, mean over worker counts", most=1.1)
 
 
 def _published_floor(levels: DataFrame, settings: DictConfig, sorter: str) -> Verdict:
     theirs = select(published_floors(settings), sorter=sorter).set_index("workers")["bound"]
     what = f"{sorter_label(sorter)}'s {'floor' if SORTERS[sorter].needs_gradients else 'level'}"
-    claim = Claim(f"{what} is within 15 % of the published curve, at every worker count", 0.85, 1.15)
+    words = f"{what} is within 15 % of the published curve, at every worker count"
     ours = select(levels, sorter=sorter).set_index("workers")["bound"]
-    ours = ours[ours.index.isin(theirs.index)]
-    if ours.empty:
-        return judge(claim, estimate([]), unless=f"nothing was published for {settings.vectors:,} vectors")
-    ratios = ours / theirs.reindex(ours.index)
-    by_workers = {workers: estimate(some) for workers, some in ratios.groupby("workers")}
-    return judge_every(claim, by_workers, "ours / published where it decides, {cell} workers")
+    ratios = (ours / theirs.reindex(ours.index)).dropna()
+    note = "ours / published where it decides, {cell} workers"
+    without = f"nothing was published for {settings.vectors:,} vectors"
+    return judge_every(words, dict(list(ratios.groupby("workers"))), note, without, least=0.85, most=1.15)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

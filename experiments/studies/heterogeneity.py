@@ -23,7 +23,7 @@ from experiments.report.text import markdown, mean_std
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import by_seed, difference, ends_lower, keeps, select
 from experiments.studies.training import outcome, overrides, partition, test_metric, train
-from experiments.studies.verdicts import Verdict, judge_mean
+from experiments.studies.verdicts import Verdict, judge
 from experiments.tasks.partition import class_shares
 
 PARTITION = ""  # in place of a sorter: nothing is trained
@@ -111,19 +111,19 @@ def _shrinks(table: DataFrame, settings: DictConfig, task: str, other: str) -> V
     (most, even), (least, skewed) = leads.items()
     note = f"slope in points per tenfold alpha; {even:.3g} % of D-RR's train loss at alpha {most:g}"
     note += f", {skewed:.3g} % at {least:g}"
-    return judge_mean(words, lead_slopes(table, settings, task, other), note, least=0.0)
+    return judge(words, lead_slopes(table, settings, task, other), note, least=0.0)
 
 
 def _bound(name: str, even: DataFrame, skewed: DataFrame, sorter: str, most: float, words: str) -> Verdict:
     ratio = by_seed(skewed, sorter, BOUND) / by_seed(even, sorter, BOUND)
-    return judge_mean(f"{name}: {words}", ratio, "ratio, most skewed against most even", most=most)
+    return judge(f"{name}: {words}", ratio, "ratio, most skewed against most even", most=most)
 
 
 def _test(words: str, task: str, skewed: DataFrame) -> Verdict:
     """Accuracies, in points."""
     ours, baseline = (by_seed(skewed, sorter, test_metric(task)) for sorter in (OURS, BASELINE))
     words = f"{words}: CD-GraB's test accuracy is at most half a point below D-RR's"
-    return judge_mean(words, ours - baseline, "difference in points", least=-0.5)
+    return judge(words, ours - baseline, "difference in points", least=-0.5)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

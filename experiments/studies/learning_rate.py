@@ -12,12 +12,11 @@ from omegaconf import DictConfig
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
-from experiments.report.statistics import estimate
 from experiments.report.text import markdown
 from experiments.studies.base import Part, Study
 from experiments.studies.paired import IN_PER_CENT, difference, select
 from experiments.studies.training import outcome, overrides, train
-from experiments.studies.verdicts import Claim, Verdict, judge, judge_every, judge_mean
+from experiments.studies.verdicts import Verdict, judge, judge_every
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 TOLERANCE = 0.5  # per cent of D-RR's loss
@@ -98,29 +97,28 @@ def _larger_rates(sweep: RateSweep) -> Verdict:
     ratio = np.log2(sweep.largest_stable(OURS) / sweep.largest_stable(BASELINE))
     at_the_edge = all(len(sweep.stable_rates(sorter)) == len(sweep.rates) for sorter in (OURS, BASELINE))
     note = f"in doublings; the next rate that was tried is {sweep.step():.2g} above D-RR's"
-    return judge_mean(words, ratio, note, "all rates tried are stable" if at_the_edge else "", least=0.0)
+    return judge(words, ratio, note, "all rates tried are stable" if at_the_edge else "", least=0.0)
 
 
 def _best_rates(sweep: RateSweep) -> Verdict:
     words = f"{sweep.name}: each at its best rate, CD-GraB ends lower than D-RR"
-    return judge_mean(words, difference(sweep.best_losses(), OURS), IN_PER_CENT, most=0.0)
+    return judge(words, difference(sweep.best_losses(), OURS), IN_PER_CENT, most=0.0)
 
 
 def _every_rate(sweep: RateSweep) -> Verdict:
-    claim = Claim(f"{sweep.name}: at no stable rate does CD-GraB end more than 0.5 % higher", most=TOLERANCE)
-    by_rate = {rate: estimate(sweep.differences(rate)) for rate in sweep.stable_rates(OURS, BASELINE)}
-    if not by_rate:
-        return judge(claim, estimate([]), unless="no rate is stable for both")
-    return judge_every(claim, by_rate, "in % of D-RR's train loss where it decides, rate {cell:g}")
+    words = f"{sweep.name}: at no stable rate does CD-GraB end more than 0.5 % higher"
+    by_rate = {rate: sweep.differences(rate) for rate in sweep.stable_rates(OURS, BASELINE)}
+    note = "in % of D-RR's train loss where it decides, rate {cell:g}"
+    return judge_every(words, by_rate, note, "no rate is stable for both", most=TOLERANCE)
 
 
 def _grows(sweep: RateSweep) -> Verdict:
     words = f"{sweep.name}: CD-GraB's advantage is larger at the largest stable rate than at the smallest"
     stable = sweep.stable_rates(OURS, BASELINE)
     if len(stable) < 2:
-        return judge_mean(words, [], unless="fewer than two rates are stable for both", least=0.0)
+        return judge(words, [], unless="fewer than two rates are stable for both", least=0.0)
     growth = sweep.differences(stable[0]) - sweep.differences(stable[-1])
-    return judge_mean(words, growth, f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}", least=0.0)
+    return judge(words, growth, f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}", least=0.0)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

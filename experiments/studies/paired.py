@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
 from experiments.report.statistics import estimate
-from experiments.studies.verdicts import Verdict, judge_mean
+from experiments.studies.verdicts import Verdict, judge
 
 KEPT_ADVANTAGE = 0.8  # what an approximation keeps of the advantage over the baseline, at least
 IN_PER_CENT = "difference in % of D-RR's train loss"
@@ -31,7 +31,7 @@ def difference(table: DataFrame, sorter: str, other: str = BASELINE, metric: str
 
 def ends_lower(table: DataFrame, what: str, sorter: str, other: str = BASELINE) -> Verdict:
     words = f"{what}: {sorter_label(sorter)} ends lower than {sorter_label(other)}"
-    return judge_mean(words, difference(table, sorter, other), IN_PER_CENT, most=0.0)
+    return judge(words, difference(table, sorter, other), IN_PER_CENT, most=0.0)
 
 
 def keeps_the_advantage(table: DataFrame, what: str, sorter: str) -> Verdict:
@@ -48,4 +48,4 @@ def keeps(words: str, after: Series, before: Series, unless: str) -> Verdict:
     """
     note = f"advantage {after.mean():.3g} − {KEPT_ADVANTAGE:g} × {before.mean():.3g}, in % of D-RR's train loss"
     sure = estimate(before).low > 0
-    return judge_mean(words, after - KEPT_ADVANTAGE * before, note, "" if sure else unless, least=0.0)
+    return judge(words, after - KEPT_ADVANTAGE * before, note, "" if sure else unless, least=0.0)

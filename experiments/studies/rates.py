@@ -25,7 +25,7 @@ from experiments.studies.base import Part, significant
 from experiments.studies.paired import select
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
 from experiments.studies.replicas import ReplicatedSorter
-from experiments.studies.verdicts import HOLDS, Verdict, judge_mean
+from experiments.studies.verdicts import HOLDS, Verdict, judge
 
 NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
@@ -153,13 +153,13 @@ class Gaps:
     def slope(self, x: str, sorter: str, words: str = "", unless: str = "", note: str = "", **limits: float) -> Verdict:
         words = words or f"exponent of {label(sorter)}'s {self.gap} in {x}"
         unless = unless or self.unsettled(x, sorter)
-        return judge_mean(f"{self.name}: {words}", self.exponents(x, sorter), note, unless, **limits)
+        return judge(f"{self.name}: {words}", self.exponents(x, sorter), note, unless, **limits)
 
     def steeper(self, x: str, sorter: str, other: str, unless: str = "") -> Verdict:
         words = f"{self.name}: {label(sorter)} falls faster in {x} than {label(other)}"
         difference = self.exponents(x, sorter) - self.exponents(x, other)
         note, unless = "difference of the exponents, paired over seeds", unless or self.unsettled(x, sorter, other)
-        return judge_mean(words, difference, note, unless, most=0.0)
+        return judge(words, difference, note, unless, most=0.0)
 
     def _from(self, x: str) -> float:
         return self.settings.fixed.get(x, 0)
@@ -255,4 +255,4 @@ def _has_arrived(gaps: Gaps, sorter: str) -> Verdict:
     logarithms = np.log(rows["gap"]).unstack("epochs")
     factors = np.exp((logarithms.iloc[:, -1] - logarithms.iloc[:, 0]).groupby("seed").mean())
     words = f"{gaps.name}: {label(sorter)}'s {gaps.gap} after {LONGER} times the epochs, as a factor"
-    return judge_mean(words, factors, "noise-limited: going on is no use", least=0.8, most=1.25)
+    return judge(words, factors, "noise-limited: going on is no use", least=0.8, most=1.25)

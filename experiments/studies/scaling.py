@@ -20,7 +20,7 @@ from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import difference, select
 from experiments.studies.timing import in_turn, under_torchrun
 from experiments.studies.training import outcome, overrides, train
-from experiments.studies.verdicts import Claim, Verdict, judge_every, judge_mean
+from experiments.studies.verdicts import Verdict, judge, judge_every
 from experiments.training.memory import keep_freed_memory
 
 FIXED, WEAK = MODES = ("fixed", "weak")
@@ -127,21 +127,21 @@ def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
 
 
 def _ends_lower(task: TaskResults, mode: str) -> Verdict:
-    claim = Claim(f"{task.name}, {MODE_NAMES[mode]}: CD-GraB ends lower than D-RR at every worker count", most=0.0)
-    by_workers = {workers: estimate(some) for workers, some in task.differences(mode).items()}
-    return judge_every(claim, by_workers, "difference in % of D-RR's train loss where it decides, {cell} workers")
+    words = f"{task.name}, {MODE_NAMES[mode]}: CD-GraB ends lower than D-RR at every worker count"
+    note = "difference in % of D-RR's train loss where it decides, {cell} workers"
+    return judge_every(words, task.differences(mode), note, most=0.0)
 
 
 def _bound_stays(task: TaskResults, mode: str) -> Verdict:
     words = f"{task.name}, {MODE_NAMES[mode]}: CD-GraB's herding bound does not grow with the workers"
-    return judge_mean(words, task.growth(OURS, mode), "exponent in workers", most=NO_GROWTH)
+    return judge(words, task.growth(OURS, mode), "exponent in workers", most=NO_GROWTH)
 
 
 def _alone_grows(task: TaskResults, mode: str) -> Verdict:
     alone = sorter_label(UNCOORDINATED)
     words = f"{task.name}, {MODE_NAMES[mode]}: the bound of {alone} grows faster with the workers"
     growth = task.growth(UNCOORDINATED, mode) - task.growth(OURS, mode)
-    return judge_mean(words, growth, "difference of the exponents, paired over seeds", least=0.0)
+    return judge(words, growth, "difference of the exponents, paired over seeds", least=0.0)
 
 
 def _time_ratio(task: TaskResults, rows: DataFrame, mode: str, by: str, where: str) -> Verdict:
@@ -150,14 +150,14 @@ def _time_ratio(task: TaskResults, rows: DataFrame, mode: str, by: str, where: s
     ratios = {count: estimate(some) for count, some in select(rows, mode=mode).groupby(by)["time"]}
     pairs = min(ratio.seeds for ratio in ratios.values())
     note = f"mean ratio of {pairs} pairs of epochs where it decides, {{cell}} {by}"
-    return judge_every(Claim(words, most=MOST_TIME), ratios, note)
+    return judge_every(words, ratios, note, most=MOST_TIME)
 
 
 def _time_stays(task: TaskResults) -> Verdict:
     rows = select(task.simulated, mode=FIXED)
     exponents = power_exponents(rows.assign(seed=rows["epoch"]), "workers", "time")
     words = f"{task.name}, fixed batch: the ratio of times does not grow with the workers, on one process"
-    return judge_mean(words, exponents, "exponent in workers, fitted epoch by epoch", most=NO_GROWTH)
+    return judge(words, exponents, "exponent in workers, fitted epoch by epoch", most=NO_GROWTH)
 
 
 def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
@@ -166,8 +166,8 @@ def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
     rows = select(task.distributed, mode=mode)
     ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
     words = f"{task.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"
-    claim = Claim(f"{words}: CD-GraB sends as much as D-RR", most=MOST_BYTES)
-    return judge_every(claim, ratios, "ratio of bytes where it is largest, {cell} processes")
+    note = "ratio of bytes where it is largest, {cell} processes"
+    return judge_every(f"{words}: CD-GraB sends as much as D-RR", ratios, note, most=MOST_BYTES)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

@@ -1,17 +1,21 @@
-"""Figures of the study `sparsification`."""
+"""Figures and tables of the study `sparsification`."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import LOSS, OTHER_COLOURS, OURS, sorter_label
+from experiments.report.statistics import estimate
+from experiments.report.text import markdown
 from experiments.studies import sparsifiers
 from experiments.studies.base import Study
 from experiments.studies.paired import select
-from experiments.studies.sparsification_verdicts import settled_mean
-from experiments.studies.sparsifiers import DENSE, PUBLISHED, method_label, options_of, task_label
+from experiments.studies.sparsification import ends, settled_mean
+from experiments.studies.sparsifiers import DENSE, method_label, options_of, task_label, variant
 
-METHOD_COLOURS = {
+COLOURS = {  # of methods, and of options of ExDyna
     "exdyna": "#c4322b",
     "topk": "#3465a4",
     "cltk": "#56a0c9",
@@ -20,13 +24,9 @@ METHOD_COLOURS = {
     "deft": "#009e73",
     "micro": "#e69f00",
     "dense": "#333333",
-}
-VARIANT_COLOURS = {
-    PUBLISHED: "#e08a86",
     "static": "#777777",
     "paper": "#e08a86",
     "relative": "#e69f00",
-    "balanced": "#c4322b",
     "counted": "#c4322b",
     "proportional": "#e69f00",
     "fixed": "#a5a000",
@@ -78,8 +78,12 @@ def trainings(study: Study) -> Figure:
 def method_colour(method: str) -> str:
     """Of a variant that of its last option."""
     name, options = options_of(method)
-    chosen = [VARIANT_COLOURS[value] for value in options.values() if value in VARIANT_COLOURS]
-    return VARIANT_COLOURS.get(method) or (chosen or [METHOD_COLOURS.get(name, OTHER_COLOURS[0])])[-1]
+    known = [COLOURS[key] for key in (name, *options.values()) if key in COLOURS]
+    return known[-1] if known else OTHER_COLOURS[0]
+
+
+def _named(method: str) -> dict:
+    return {"color": method_colour(method), "label": method_label(method)}
 
 
 def _draw_mean(panel: Axes, rows: DataFrame, x: str, y: str, smooth: int = 1, **style) -> None:
@@ -89,57 +93,54 @@ def _draw_mean(panel: Axes, rows: DataFrame, x: str, y: str, smooth: int = 1, **
 
 
 def _draw_density(panel: Axes, study: Study, density: float) -> None:
-    for method in study.settings.methods:
-        rows = select(study.table, measure="density", method=method, target=density)
-        style = THIN | {"color": method_colour(method), "label": method_label(method)}
-        _draw_mean(panel, rows, "iteration", "ratio", SMOOTH, **style)
-    panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
-    panel.set(title=f"density, target {density:g}", xlabel="iteration", ylabel="actual / target")
-    plots.log_ticks(panel.yaxis)
+    rows = select(study.table, measure="density", target=density)
+    for method, some in rows.groupby("method", sort=False):
+        _draw_mean(panel, some, "iteration", "ratio", SMOOTH, **THIN, **_named(method))
+    _frame_ratios(panel, f"density, target {density:g}")
 
 
 def _draw_crowds(panel: Axes, study: Study, column: str, title: str, words: str) -> None:
     """Against the workers: build-up, or bytes relative to dense ones."""
     crowds, rows = list(study.settings.crowds), select(study.table, measure="build-up")
 
-    def level(method: str) -> list[float]:
-        return [float(settled_mean(select(rows, method=method, workers=w), column).mean()) for w in crowds]
+    def level(method: str) -> np.ndarray:
+        return np.array([settled_mean(select(rows, method=method, workers=w), column).mean() for w in crowds])
 
-    dense = level(DENSE) if column == "bytes" else [1.0] * len(crowds)
+    dense = level(DENSE) if column == "bytes" else 1.0
     for method in study.settings.methods:
-        shares = [value / full for value, full in zip(level(method), dense, strict=True)]
-        panel.plot(crowds, shares, "o-", ms=3, color=method_colour(method), label=method_label(method), **THIN)
+        panel.plot(crowds, level(method) / dense, "o-", ms=3, **THIN, **_named(method))
     panel.set(title=f"{title}, target {study.settings.densities[0]:g}", xlabel="workers", ylabel=words, xscale="log")
     plots.ticks_at(panel.xaxis, crowds)
     plots.log_ticks(panel.yaxis)
 
 
 def _draw_rules(panel: Axes, study: Study) -> None:
-    for method in sparsifiers.RULES:
-        rows, rule = select(study.table, measure="imbalance", method=method), options_of(method)[1].get("rule")
-        colour = VARIANT_COLOURS[rule or "balanced"]
-        _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=colour, **THIN)
+    for method, rows in select(study.table, measure="imbalance").groupby("method", sort=False):
+        _draw_mean(panel, rows, "iteration", "imbalance", SMOOTH, color=method_colour(method), **THIN)
     panel.set(title="imbalance by rule of partitions", xlabel="iteration", ylabel="workers · max / sum − 1")
     panel.set_ylim(0, 1.35 * panel.get_ylim()[1])  # the names are above the curves
-    _name_lines(panel, ["static", "paper", "relative", "balanced"])
+    _name_lines(panel, sparsifiers.RULES)
 
 
 def _draw_settling(panel: Axes, study: Study) -> None:
-    for method in sparsifiers.THRESHOLDS:
-        rows, rule = select(study.table, measure="settling", method=method), options_of(method)[1]["threshold"]
-        _draw_mean(panel, rows, "iteration", "ratio", color=VARIANT_COLOURS[rule], lw=1.1)
-    panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
+    for method, rows in select(study.table, measure="settling").groupby("method", sort=False):
+        _draw_mean(panel, rows, "iteration", "ratio", color=method_colour(method), lw=1.1)
     panel.axvline(study.settings.settling // 3, **plots.GREY, ls=":")
-    panel.set(title="thresholds: start, tenfold drop", xlabel="iteration", ylabel="actual / target")
+    _frame_ratios(panel, "thresholds: start, tenfold drop")
+    _name_lines(panel, sparsifiers.THRESHOLDS[::-1])
+
+
+def _frame_ratios(panel: Axes, title: str) -> None:
+    panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
+    panel.set(title=title, xlabel="iteration", ylabel="actual / target")
     plots.log_ticks(panel.yaxis)
-    _name_lines(panel, ["fixed", "paper", "proportional", "counted"])
 
 
-def _name_lines(panel: Axes, rules: list[str]) -> None:
-    """In the panel: rules are none of the methods that the figure's legend names."""
-    for row, rule in enumerate(rules):
-        place = (0.97, 0.98 - 0.075 * row)
-        panel.annotate(rule, place, xycoords="axes fraction", ha="right", va="top", color=VARIANT_COLOURS[rule])
+def _name_lines(panel: Axes, methods: tuple) -> None:
+    """In the panel: variants are none of the methods that the figure's legend names."""
+    for row, method in enumerate(methods):
+        place, style = (0.97, 0.98 - 0.075 * row), {"color": method_colour(method), "ha": "right", "va": "top"}
+        panel.annotate(variant(method), place, xycoords="axes fraction", **style)
 
 
 def _draw_times(panel: Axes, study: Study) -> None:
@@ -156,9 +157,43 @@ def _draw_times(panel: Axes, study: Study) -> None:
 
 
 def _draw_sparse_model(panel: Axes, study: Study) -> None:
-    rows = select(study.table, measure="sparse model")
-    for method in rows["method"].unique():
+    for method, rows in select(study.table, measure="sparse model").groupby("method", sort=False):
         style = {"ls": ":", "zorder": 3} if method == DENSE else {"ls": "-", "zorder": 2}
-        style |= THIN | {"color": method_colour(method), "label": method_label(method)}
-        _draw_mean(panel, select(rows, method=method), "epoch", LOSS, **style)
+        _draw_mean(panel, rows, "epoch", LOSS, **style, **THIN, **_named(method))
     panel.set(title="sparse model: an embedding", xlabel="tenth of the training", ylabel="loss")
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def training_table(table: DataFrame) -> str:
+    """Where every run ends, in Markdown."""
+    rows = []
+    for (task, method, sorter), some in select(table, measure="training").groupby(
+        ["task", "method", "sorter"], sort=False
+    ):
+        density, imbalance = f"{some['density'].mean():.4f}", f"{some['imbalance'].mean():.2f}"
+        row = {"task": task_label(task), "method": method_label(method), "sorter": sorter_label(sorter)}
+        row |= {"train loss": str(estimate(ends(some))), "actual density": density, "imbalance": imbalance}
+        rows.append(row | {"actual density": "1", "imbalance": "–"} if method == DENSE else row)
+    return markdown(rows)
+
+
+def ablation_table(table: DataFrame) -> str:
+    """The sparse model with parts of ExDyna switched off, in Markdown."""
+    rows = []
+    for method in sparsifiers.ABLATED:
+        some = select(table, measure="sparse model", method=method)
+        row = {"method": method_label(method), "loss": str(estimate(ends(some)))}
+        rows.append(row | {name: f"{some[name].mean():.4f}" for name in ("density", "imbalance")})
+    return markdown(rows)
+
+
+def time_table(table: DataFrame) -> str:
+    """Milliseconds that workers take to select, in Markdown."""
+    rows = []
+    for (method, workers), some in select(table, measure="time").groupby(["timed", "workers"], sort=False):
+        times = {"mean over workers (ms)": "selection", "slowest worker (ms)": "slowest"}
+        cells = {title: f"{1000 * some[column].mean():.2f}" for title, column in times.items()}
+        rows.append({"method": method_label(method), "workers": str(workers)} | cells)
+    return markdown(rows)

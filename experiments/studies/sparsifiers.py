@@ -52,6 +52,11 @@ def method_label(method: str) -> str:
     return ", ".join([plain, *(SHORT.get(option, option.replace("rule=", "rule ")) for option in options)])
 
 
+def variant(method: str) -> str:
+    """What tells it from the others of RULES or THRESHOLDS: its last option."""
+    return method.rpartition("=")[2] if "=" in method else "balanced"
+
+
 def task_label(task: str) -> str:
     return MODELS.get(task) or task_name(task)
 

@@ -10,21 +10,7 @@ from experiments.report.statistics import Estimate, estimate
 from experiments.report.text import markdown, signed
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """`number` lies between `least` and `most`; the reason for the two limits is in the words."""
-
-    words: str
-    least: float = -math.inf
-    most: float = math.inf
-
-    @property
-    def threshold(self) -> str:
-        if math.isinf(self.least):
-            return f"≤ {signed(self.most)}"
-        return f"≥ {signed(self.least)}" if math.isinf(self.most) else f"{signed(self.least)} … {signed(self.most)}"
+Measured = Estimate | Sequence[float]  # one value per seed
 
 
 @dataclass(frozen=True)
@@ -37,56 +23,62 @@ class Verdict:
     threshold: str
     note: str = ""
 
-    def cells(self) -> dict[str, str]:
-        return {
-            "claim": self.claim,
-            "verdict": f"**{self.answer}**",
-            "measured [95 % interval]": self.measured,
-            "threshold": self.threshold,
-            "note": self.note,
-        }
 
+def judge(words: str, measured: Measured, note: str = "", unless: str = "", **limits: float) -> Verdict:
+    """The claim that a number, an estimate or the mean of one value per seed, lies between `least` and `most`.
 
-def judge_mean(words: str, values: Sequence[float], note: str = "", unless: str = "", **limits: float) -> Verdict:
-    """The claim that the mean of `values`, one per seed, lies between `least` and `most`."""
-    return judge(Claim(words, **limits), estimate(values), note, unless)
-
-
-def judge(claim: Claim, measured: Estimate, note: str = "", unless: str = "") -> Verdict:
-    """holds: the whole interval is inside the claim's limits; fails: all of it is outside; undecided: anything else.
-
-    `unless` is a reason why this measurement cannot decide, whatever it says.
+    holds: the whole interval is between them; fails: all of it is outside; undecided: anything else. `unless` is a
+    reason why this measurement cannot decide, whatever it says.
     """
-    answer = UNDECIDED if unless else _answer(claim, measured)
-    return Verdict(claim.words, answer, str(measured), claim.threshold, "; ".join(filter(None, (unless, note))))
+    measured = estimate(measured)
+    answer = UNDECIDED if unless else _answer(measured, **limits)
+    return Verdict(words, answer, str(measured), threshold(**limits), "; ".join(filter(None, (unless, note))))
 
 
-def judge_every(claim: Claim, cells: Mapping[object, Estimate], note: str, unless: str = "") -> Verdict:
+def judge_every(words: str, cells: Mapping[object, Measured], note: str, without: str = "", **limits: float) -> Verdict:
     """A claim about every cell: holds where all of them hold, fails where one fails, else undecided.
 
     Printed is the cell that decides: among those with that answer, the one that reaches furthest out (or, where all
-    hold, nearest to it). `note` has a place {cell} for its name.
+    hold, nearest to it). `note` has a place {cell} for its name; `without` is the note where there are no cells.
     """
-    answers = {cell: _answer(claim, value) for cell, value in cells.items()}
+    if not cells:
+        return judge(words, [], unless=without, **limits)
+    measured = {cell: estimate(values) for cell, values in cells.items()}
+    answers = {cell: _answer(value, **limits) for cell, value in measured.items()}
     answer = next((some for some in (FAILS, UNDECIDED) if some in answers.values()), HOLDS)
 
     def outside(cell: object) -> float:
-        value = cells[cell]
-        if answer == FAILS:
-            return max(claim.least - value.high, value.low - claim.most)
-        return max(claim.least - value.low, value.high - claim.most)
+        low, high = measured[cell].low, measured[cell].high
+        return _excess(high, low, **limits) if answer == FAILS else _excess(low, high, **limits)
 
-    deciding = max((cell for cell in cells if answers[cell] == answer), key=outside)
-    return judge(claim, cells[deciding], note.format(cell=deciding), unless)
+    deciding = max((cell for cell in measured if answers[cell] == answer), key=outside)
+    return judge(words, measured[deciding], note.format(cell=deciding), **limits)
 
 
-def _answer(claim: Claim, measured: Estimate) -> str:
-    if not math.isfinite(measured.low + measured.high):
-        return UNDECIDED
-    if claim.least <= measured.low and measured.high <= claim.most:
-        return HOLDS
-    return FAILS if measured.high < claim.least or measured.low > claim.most else UNDECIDED
+def threshold(least: float = -math.inf, most: float = math.inf) -> str:
+    if math.isinf(least):
+        return f"≤ {signed(most)}"
+    return f"≥ {signed(least)}" if math.isinf(most) else f"{signed(least)} … {signed(most)}"
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    return markdown([verdict.cells() for verdict in verdicts])
+    return markdown(
+        [
+            {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [95 % interval]": verdict.measured}
+            | {"threshold": verdict.threshold, "note": verdict.note}
+            for verdict in verdicts
+        ]
+    )
+
+
+def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
+    """By how much the one is too low or the other too high."""
+    return max(least - low, high - most)
+
+
+def _answer(measured: Estimate, **limits: float) -> str:
+    if not math.isfinite(measured.low + measured.high):
+        return UNDECIDED
+    if _excess(measured.low, measured.high, **limits) <= 0:
+        return HOLDS
+    return FAILS if _excess(measured.high, measured.low, **limits) > 0 else UNDECIDED
