@@ -33,7 +33,8 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
     Columns that differ in workers share their y axes: that is the comparison. Learning rates lead to other levels.
     """
     share, columns = sweep.setting == "workers", len(sweep.groups)
-    figure, axes = plots.panels(len(metrics), columns, max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2)
+    titles = [column_title(sweep.setting, group.setting(sweep.setting)) for group in sweep.groups]
+    figure, axes = plots.panels(len(metrics), columns, max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2, titles)
     for row, metric in zip(axes, metrics, strict=True):
         shown = [_converged(group, metric, experiment) for group in sweep.groups]
         for panel, group, own in zip(row, sweep.groups, shown, strict=True):
@@ -41,8 +42,6 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
             _frame(panel, [value for values in shown for value in values] if share else own)
             if share:
                 panel.label_outer()
-    for panel, group in zip(axes[0], sweep.groups, strict=True):
-        panel.set_title(column_title(sweep.setting, group.setting(sweep.setting)))
     return _finish(figure, title, sweep)
 
 

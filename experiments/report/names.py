@@ -88,6 +88,11 @@ def sorter_style(sorter: str) -> dict:
     return {"color": sorter_colour(sorter), "ls": "-"}
 
 
+def sorter_line(sorter: str) -> dict:
+    """With the name that legends give it."""
+    return sorter_style(sorter) | {"label": sorter_label(sorter)}
+
+
 def task_name(task: str) -> str:
     return TASKS[task][0] if task in TASKS else readable(task)
 

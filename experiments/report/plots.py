@@ -37,11 +37,16 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return drawn
 
 
-def panels(rows: int, columns: int, width: float, height: float, **shared: object) -> tuple[Figure, np.ndarray]:
-    """A figure of so many inches and its panels, [rows, columns]."""
+def panels(
+    rows: int, columns: int, width: float, height: float, titles: Iterable[str] = (), **shared: object
+) -> tuple[Figure, np.ndarray]:
+    """A figure of so many inches and its panels, [rows, columns]; `titles`: of the columns."""
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **shared)
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **shared)
+    for panel, title in zip(axes[0], titles, strict=False):
+        panel.set_title(title)
+    return figure, axes
 
 
 def band(panel: Axes, x: Iterable, mean: Iterable, low: Iterable, high: Iterable, alpha: float = 0.18, **style) -> None:
@@ -80,13 +85,15 @@ def log_ticks(axis: Axis) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def ticks_at(axis: Axis, values: Iterable[float]) -> None:
-    """Exactly these, in plain numbers."""
+def log_x(panel: Axes, values: Iterable[float], label: str, **ticks: float) -> None:
+    """A logarithmic axis with ticks at exactly these values, in plain numbers."""
     from matplotlib.ticker import NullLocator
 
     values = list(values)
-    axis.set_ticks(values, [f"{value:g}" for value in values])
-    axis.set_minor_locator(NullLocator())
+    panel.set(xscale="log", xlabel=label)
+    panel.xaxis.set_ticks(values, [f"{value:g}" for value in values])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.tick_params(axis="x", **ticks)
 
 
 def finish(figure: Figure, title: str, caption: str) -> Figure:

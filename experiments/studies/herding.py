@@ -15,7 +15,15 @@ from cdgrab.herding import parallel_herding_bound
 from cdgrab.sorters import SORTERS, make_sorter
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure
-from experiments.report.names import ALONE, OURS, PUBLISHED_SORTERS, sorter_colour, sorter_label, sorter_style
+from experiments.report.names import (
+    ALONE,
+    OURS,
+    PUBLISHED_SORTERS,
+    sorter_colour,
+    sorter_label,
+    sorter_line,
+    sorter_style,
+)
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
 from experiments.report.text import markdown
@@ -184,8 +192,8 @@ def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
     for sorter in (*study.settings.sorters, ALONE):
         rows = select(study.table, sorter=sorter, workers=1 if sorter == ALONE else workers)
         by_round = rows.groupby("round")["bound"]
-        mean, style = by_round.mean(), sorter_style(sorter) | {"label": sorter_label(sorter)}
-        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **style)
+        mean = by_round.mean()
+        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **sorter_line(sorter))
     for sorter, curve in published_bounds(workers, study.settings.vectors).items():
         style = plots.PUBLISHED | {"color": sorter_colour(sorter), "label": f"{sorter_label(sorter)}, paper"}
         panel.plot(curve["x"], curve["mean"], **style)
@@ -210,8 +218,8 @@ def _draw_floors(panel: Axes, study: Study) -> None:
         text = f"workers$^{{{exponent:.2f}}}$"
         panel.annotate(text, (mean.index[-1], fit[-1]), (7, 0), textcoords="offset points", va="center", color=colour)
     panel.axhline(select(ours, sorter=ALONE)["bound"].mean(), **sorter_style(ALONE))
-    panel.set(title="floor", xlabel="workers (□ the paper's)", ylabel="herding bound", xscale="log")
+    panel.set(title="floor", ylabel="herding bound")
     counts = list(study.settings.workers)
-    plots.ticks_at(panel.xaxis, counts)
+    plots.log_x(panel, counts, "workers (□ the paper's)")
     plots.log_ticks(panel.yaxis)
     panel.set_xlim(counts[0] / 1.2, counts[-1] * (counts[-1] / counts[0]) ** 0.4)  # room for the exponents

@@ -11,6 +11,7 @@ measured on the partitions themselves.
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 from omegaconf import DictConfig
@@ -33,13 +34,8 @@ COLUMNS = ("train loss", "train loss against D-RR (%)", "test accuracy (%)", "pa
 
 def parts(settings: DictConfig) -> list[Part]:
     """One training run each, after a look at its workers' classes; the herding bound is that of the last order."""
-    cases = [
-        {"task": task, "alpha": alpha, "sorter": sorter, "seed": seed}
-        for task in settings.tasks
-        for seed in range(settings.seeds)
-        for alpha in settings.alphas
-        for sorter in (PARTITION, *settings.sorters)
-    ]
+    axes = product(settings.tasks, range(settings.seeds), settings.alphas, (PARTITION, *settings.sorters))
+    cases = [{"task": task, "alpha": alpha, "sorter": sorter, "seed": seed} for task, seed, alpha, sorter in axes]
     return [Part(case, partial(_run if case["sorter"] else _skew, settings, case)) for case in cases]
 
 
@@ -133,11 +129,11 @@ def _test(words: str, task: str, skewed: DataFrame) -> Verdict:
 def against_alpha(study: Study) -> Figure:
     """Loss, advantage, test metric and herding bound against alpha, one row per task; skew grows to the right."""
     tasks, alphas = list(study.settings.tasks), list(study.settings.alphas)
-    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.4, 2.7 * len(tasks) + 1.0, sharex=True)
+    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.4, 2.7 * len(tasks) + 1.0, COLUMNS, sharex=True)
     for row, task in zip(axes, tasks, strict=True):
         by_alpha = {alpha: select(study.table, task=task, alpha=alpha) for alpha in alphas}
         for sorter in study.settings.sorters:
-            style = names.sorter_style(sorter) | {"label": names.sorter_label(sorter)}
+            style = names.sorter_line(sorter)
             for panel, metric in zip((row[0], row[2], row[3]), (LOSS, test_metric(task), BOUND), strict=True):
                 values = {alpha: by_seed(rows, sorter, metric) for alpha, rows in by_alpha.items()}
                 plots.estimates(panel, values, **style)
@@ -146,12 +142,8 @@ def against_alpha(study: Study) -> Figure:
         row[1].axhline(0, **plots.GREY)
         plots.log_ticks(row[3].yaxis)
         row[0].set_ylabel(names.task_name(task))
-    for panel, title in zip(axes[0], COLUMNS, strict=True):
-        panel.set_title(title)
     for panel in axes[-1]:
-        panel.set(xscale="log", xlabel="alpha (more skew →)")
-        plots.ticks_at(panel.xaxis, alphas)
-        panel.tick_params(axis="x", labelrotation=60)
+        plots.log_x(panel, alphas, "alpha (more skew →)", labelrotation=60)
         panel.set_xlim(max(alphas) * 1.6, min(alphas) / 1.6)
     note = "mean over seeds with 95 % interval; differences paired over seeds"
     return plots.finish(figure, "Workers whose labels differ", f"{note} · {study.caption()}")

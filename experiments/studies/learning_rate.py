@@ -139,11 +139,9 @@ def losses_by_rate(study: Study) -> Figure:
         _say_what_is_cut(above, sweep)
         start, lowest = sweep.rows["start_loss"].mean(), select(sweep.rows, sound=True)[LOSS].min()
         above.axhline(start, **plots.GREY, ls=":")
-        above.set(title=sweep.name, xscale="log", ylim=(lowest - 0.06 * (start - lowest), start * 1.06))
+        above.set(title=sweep.name, ylim=(lowest - 0.06 * (start - lowest), start * 1.06))
         below.axhline(0, **plots.GREY)
-        below.set(xlabel="learning rate")
-        plots.ticks_at(below.xaxis, sweep.rates)
-        below.tick_params(axis="x", labelrotation=60)
+        plots.log_x(below, sweep.rates, "learning rate", labelrotation=60)
     axes[0, 0].set_ylabel("train loss")
     axes[1, 0].set_ylabel("against D-RR (%)")
     note = "mean over seeds with 95 % interval (below); ×: not stable; dotted: loss before training"

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.report import plots
 from experiments.report.kinds import Axes, Figure, Series
-from experiments.report.names import BASELINE, OURS, sorter_label, sorter_style
+from experiments.report.names import BASELINE, OURS, sorter_label, sorter_line, sorter_style
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
 from experiments.studies.rates import BALANCED, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Gaps
@@ -26,8 +26,8 @@ def gaps_by_setting(study: Study) -> Figure:
         for panel, x in zip(row, SWEEPS, strict=True):
             for sorter in study.settings.sorters:
                 _draw_curve(panel, gaps, x, sorter)
-            panel.set(xscale="log", yscale="log", xlabel=X_LABELS[x])
-            plots.ticks_at(panel.xaxis, sorted(gaps.sweep(x)[x].unique()))
+            panel.set_yscale("log")
+            plots.log_x(panel, sorted(gaps.sweep(x)[x].unique()), X_LABELS[x])
         row[0].set_ylabel(f"{gaps.name}\n{gaps.gap}")
     note = "geometric mean and std over seeds; slopes are fitted to the filled points"
     title = "Final gap against workers, units per worker and epochs"
@@ -60,25 +60,25 @@ def noise_check(study: Study) -> Figure:
     more workers."""
     gaps = Gaps(study.table, study.settings, NON_CONVEX)
     noise, longer = (gaps.sweep(name) for name in ("noise", "longer"))
-    figure, ((less, more),) = plots.panels(1, 2, 7.4, 4.2, sharey=True)
-    for panel, rows, x in ((less, noise, "noise"), (more, longer, "epochs")):
+    titles = ("less noise", f"{LONGER} times the epochs")
+    figure, ((less, more),) = plots.panels(1, 2, 7.4, 4.2, titles, sharey=True)
+    for panel, rows, x, words in ((less, noise, "noise", "label noise"), (more, longer, "epochs", "epochs, same rate")):
         for sorter, some in rows.groupby("sorter"):
             by_workers = list(some.groupby("workers"))
             for shade, (count, points) in zip(np.linspace(0.4, 1.0, len(by_workers)), by_workers, strict=True):
                 label = f"{sorter_label(sorter)}, {count} workers"
                 _draw_shade(panel, points.set_index(x)["gap"], SHADES[sorter], shade, label)
-        panel.set(xscale="log", yscale="log")
-        plots.ticks_at(panel.xaxis, sorted(rows[x].unique()))
+        panel.set_yscale("log")
+        plots.log_x(panel, sorted(rows[x].unique()), words)
     ends = np.array([noise["noise"].min(), noise["noise"].max()])
     less.plot(ends, noise["gap"].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
-    less.set(xlabel="label noise", ylabel=gaps.gap, title="less noise")
-    more.set(xlabel="epochs, same rate", title=f"{LONGER} times the epochs")
+    less.set_ylabel(gaps.gap)
     title = f"Is the {gaps.name} limited by noise?"
     return plots.finish(figure, title, f"geometric mean over seeds · {study.caption()}")
 
 
 def _draw_curve(panel: Axes, gaps: Gaps, x: str, sorter: str) -> None:
-    curve, style = gaps.curve(x, sorter), sorter_style(sorter) | {"lw": 1.3, "label": sorter_label(sorter)}
+    curve, style = gaps.curve(x, sorter), sorter_line(sorter) | {"lw": 1.3}
     plots.band(panel, curve.index, curve["mean"], curve["low"], curve["high"], alpha=0.15, **style)
     for fitted, some in curve.groupby("fitted"):
         face = style["color"] if fitted else "white"

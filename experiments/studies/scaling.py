@@ -177,7 +177,7 @@ def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
 def cost_and_gain(study: Study) -> Figure:
     """Advantage, herding bound and time against workers, and time and bytes against processes; one row per task."""
     tasks, lines = list(study.settings.tasks), {"lw": 1.3}
-    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.8, 2.8 * len(tasks) + 1.1)
+    figure, axes = plots.panels(len(tasks), len(COLUMNS), 12.8, 2.8 * len(tasks) + 1.1, COLUMNS)
     for row, task in zip(axes, (TaskResults(study.table, task) for task in tasks), strict=True):
         for sorter in study.settings.sorters:
             for mode in MODES:
@@ -193,8 +193,6 @@ def cost_and_gain(study: Study) -> Figure:
             plots.estimates(row[3], _by(on_several, "processes", "time"), **style)
             plots.estimates(row[3], _by(on_several, "processes", "traffic"), **style | {"color": TRAFFIC})
         _frame(row, study, task)
-    for panel, title in zip(axes[0], COLUMNS, strict=True):
-        panel.set_title(title)
     for mode in MODES:
         axes[0, 0].plot([], [], color="0.35", ls=DASHES[mode], label=MODE_NAMES[mode])
     axes[0, 3].plot([], [], color=TRAFFIC, label="bytes sent / D-RR's")
@@ -234,5 +232,4 @@ def _frame(row: np.ndarray, study: Study, task: TaskResults) -> None:
         panel.axhline(1, **plots.GREY)
         panel.axhline(MOST_TIME, **plots.GREY, ls=":")
     for panel, counts in zip(row, [study.settings.workers] * 3 + [study.settings.processes], strict=True):
-        panel.set(xscale="log", xlabel="processes" if panel is row[3] else "workers")
-        plots.ticks_at(panel.xaxis, counts)
+        plots.log_x(panel, counts, "processes" if panel is row[3] else "workers")

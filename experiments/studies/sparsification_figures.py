@@ -109,8 +109,8 @@ def _draw_crowds(panel: Axes, study: Study, column: str, title: str, words: str)
     dense = level(DENSE) if column == "bytes" else 1.0
     for method in study.settings.methods:
         panel.plot(crowds, level(method) / dense, "o-", ms=3, **THIN, **_named(method))
-    panel.set(title=f"{title}, target {study.settings.densities[0]:g}", xlabel="workers", ylabel=words, xscale="log")
-    plots.ticks_at(panel.xaxis, crowds)
+    panel.set(title=f"{title}, target {study.settings.densities[0]:g}", ylabel=words)
+    plots.log_x(panel, crowds, "workers")
     plots.log_ticks(panel.yaxis)
 
 
