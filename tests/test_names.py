@@ -63,4 +63,4 @@ def test_the_baseline_must_take_part():
     settings = settings_of("sorters").copy()
     settings.sorters = ["cd_grab"]
     with pytest.raises(CdgrabError, match="study.sorters must name d_rr"):
-        sorters.parts(settings)
+        list(sorters.parts(settings))

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
 from experiments.studies import base, sparsification_figures
-from experiments.studies.sparsification import _holds, parts, settling_time
+from experiments.studies.sparsification import _holds, settling_time
 from experiments.studies.sparsification_figures import ablation_table, time_table, training_table
 from experiments.studies.sparsifiers import (
     PUBLISHED,
@@ -89,7 +89,7 @@ def test_densities_are_judged(ratio, answer, density):
         for seed in range(3)
         for t in range(200)
     ]
-    lines = _holds(pd.DataFrame(rows), density, 8)
+    lines = list(_holds(pd.DataFrame(rows), density, 8))
     assert [line.answer for line in lines] == [answer] * (len(lines) - 1) + ["holds"]
 
 
@@ -118,7 +118,7 @@ def test_all_of_it_and_going_on_after_an_interruption(monkeypatch, tmp_path):
     study = base.compose_study(TINY)
     base.carry_out(study)
     lines = study.metrics_path.read_text().splitlines()
-    assert len(lines) == len(parts(study.settings))
+    assert len(lines) == len(study.parts())
     lost = max(i for i, line in enumerate(lines) if '"training"' in line)
     study.metrics_path.write_text("\n".join(lines[:lost] + lines[lost + 1 :]) + "\n")
     base.carry_out(study)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import wraps
+
 from experiments.report.kinds import Series
 from experiments.store.files import RESULTS
 
@@ -13,6 +16,16 @@ def markdown(rows: list[dict[str, str]]) -> str:
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines]
     rule = "|".join("-" * (width + 2) for width in widths)
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {cells} |" for cells in lines[1:])])
+
+
+def table(rows: Callable[..., Iterator[dict[str, str]]]) -> Callable[..., str]:
+    """A function that yields the rows of a table gives all of it in Markdown."""
+
+    @wraps(rows)
+    def written(*arguments: object) -> str:
+        return markdown(list(rows(*arguments)))
+
+    return written
 
 
 def save(text: str, name: str) -> None:

@@ -2,8 +2,8 @@
 
 A study is a module of this package with
 
-    parts(settings) -> list[Part]                    independent pieces of work, each a pure function of the settings
-    verdicts(table, settings) -> list[Verdict]       what the results of all parts say
+    parts(settings) -> Iterable[Part]                independent pieces of work, each a pure function of the settings
+    verdicts(table, settings) -> Iterable[Verdict]   what the results of all parts say
 
 its figures and tables, configs/study/<name>.yaml and notebooks/study_<name>.ipynb. Its results go to
 results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line per finished part) and manifest.json.
@@ -86,7 +86,7 @@ class Study:
         return read_all_metrics(self.metrics_path)
 
     def parts(self) -> list[Part]:
-        return self._module.parts(self.settings)
+        return list(self._module.parts(self.settings))
 
     def complete(self) -> bool:
         """Whether all parts are there: a study may have got more of them since it was finished."""
@@ -95,7 +95,7 @@ class Study:
         return all(_name(part.key, parts) in done for part in parts)
 
     def verdicts(self) -> list[Verdict]:
-        return self._module.verdicts(self.table, self.settings)
+        return list(self._module.verdicts(self.table, self.settings))
 
     @cached_property
     def table(self) -> DataFrame:

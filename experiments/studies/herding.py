@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from cdgrab import streams
 from cdgrab.errors import CdgrabError
 from cdgrab.herding import parallel_herding_bound
 from cdgrab.sorters import SORTERS, make_sorter
-from experiments.report import plots
+from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import (
     ALONE,
@@ -26,7 +28,6 @@ from experiments.report.names import (
 )
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
-from experiments.report.text import markdown
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import select
 from experiments.studies.verdicts import Verdict, judge, judge_every
@@ -35,17 +36,15 @@ FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
 FAR_ABOVE = 3  # a bound of so many floors is still on its way down
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """One for every sorter, worker count and seed; and one worker with all vectors for every seed."""
     for workers in settings.workers:
         if settings.vectors % workers:
             raise CdgrabError(f"{settings.vectors} vectors cannot be split evenly over {workers} workers")
-    cases = [(sorter, workers) for workers in settings.workers for sorter in settings.sorters] + [(ALONE, 1)]
-    return [
-        Part({"sorter": sorter, "workers": workers, "seed": seed}, partial(_bounds, settings, sorter, workers, seed))
-        for seed in range(settings.seeds)
-        for sorter, workers in cases
-    ]
+    cases = [*product(settings.workers, settings.sorters), (1, ALONE)]
+    for seed, (workers, sorter) in product(range(settings.seeds), cases):
+        key = {"sorter": sorter, "workers": workers, "seed": seed}
+        yield Part(key, partial(_bounds, settings, sorter, workers, seed))
 
 
 def bounds_by_round(vectors: Tensor, sorter: str, seed: int, rounds: int) -> list[float]:
@@ -78,18 +77,18 @@ def _bounds(settings: DictConfig, sorter: str, workers: int, seed: int) -> dict[
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     levels, balancing = floors(table), _descending(settings)
-    lines = [_halving(table, levels, sorter) for sorter in (*balancing, ALONE)]
+    yield from (_halving(table, levels, sorter) for sorter in (*balancing, ALONE))
     if OURS in balancing:
-        lines += [_growth(levels, OURS, "CD-GraB's floor does not grow with the workers", most=0.05)]
-        lines += [_as_low_as_alone(levels)]
+        yield _growth(levels, OURS, "CD-GraB's floor does not grow with the workers", most=0.05)
+        yield _as_low_as_alone(levels)
     for sorter in balancing:
         if sorter != OURS:
             grows = f"{sorter_label(sorter)}'s floor grows"
-            lines += [_growth(levels, sorter, f"{grows} like √workers", least=0.4, most=0.6)]
-            lines += [_growth(levels, sorter, f"{grows} linearly, as the paper's text says", least=0.9, most=1.1)]
-    return lines + [_published_floor(levels, settings, sorter) for sorter in settings.sorters]
+            yield _growth(levels, sorter, f"{grows} like √workers", least=0.4, most=0.6)
+            yield _growth(levels, sorter, f"{grows} linearly, as the paper's text says", least=0.9, most=1.1)
+    yield from (_published_floor(levels, settings, sorter) for sorter in settings.sorters)
 
 
 def floors(table: DataFrame) -> DataFrame:
@@ -177,15 +176,14 @@ def bounds_and_floors(study: Study) -> Figure:
     return plots.finish(figure, title, f"mean ± std over seeds; floor: mean of the last rounds · {study.caption()}")
 
 
-def floor_table(study: Study) -> str:
+@text.table
+def floor_table(study: Study) -> Iterator[dict[str, str]]:
     """Ours with its interval, and the paper's where it has the same vectors and workers."""
     ours, theirs = floors(study.table), published_floors(study.settings).set_index(["sorter", "workers"])["bound"]
-    rows = []
     for (workers, sorter), some in ours.groupby(["workers", "sorter"], sort=True):
         paper = f"{theirs[sorter, workers]:.3g}" if (sorter, workers) in theirs.index else "–"
         row = {"workers": str(workers), "sorter": sorter_label(sorter), "floor": str(estimate(some["bound"]))}
-        rows.append(row | {"the paper's": paper})
-    return markdown(rows)
+        yield row | {"the paper's": paper}
 
 
 def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
@@ -215,8 +213,8 @@ def _draw_floors(panel: Axes, study: Study) -> None:
         panel.scatter(some["workers"], some["bound"], color=colour, s=14, zorder=3)
         hollow = {"facecolors": "none", "edgecolors": colour, "marker": "s", "s": 34, "zorder": 3}
         panel.scatter(paper["workers"], paper["bound"], **hollow)
-        text = f"workers$^{{{exponent:.2f}}}$"
-        panel.annotate(text, (mean.index[-1], fit[-1]), (7, 0), textcoords="offset points", va="center", color=colour)
+        words = f"workers$^{{{exponent:.2f}}}$"
+        panel.annotate(words, (mean.index[-1], fit[-1]), (7, 0), textcoords="offset points", va="center", color=colour)
     panel.axhline(select(ours, sorter=ALONE)["bound"].mean(), **sorter_style(ALONE))
     panel.set(title="floor", ylabel="herding bound")
     counts = list(study.settings.workers)

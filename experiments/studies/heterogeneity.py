@@ -10,17 +10,17 @@ measured on the partitions themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report import names, plots
+from experiments.report import names, plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate
-from experiments.report.text import markdown, mean_std
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import by_seed, difference, ends_lower, keeps, select
 from experiments.studies.training import outcome, overrides, partition, test_metric, train
@@ -60,23 +60,19 @@ def _overrides(settings: DictConfig, case: dict, sorter: str) -> list[str]:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for task in settings.tasks:
         even, skewed = (select(table, task=task, alpha=alpha) for alpha in ends(settings))
         name, words = names.task_name(task), [f"{names.task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
-        lines += [ends_lower(even, words[0], OURS), ends_lower(skewed, words[1], OURS)]
+        yield ends_lower(even, words[0], OURS)
+        yield ends_lower(skewed, words[1], OURS)
         if UNCOORDINATED in settings.sorters:
-            lines.append(ends_lower(skewed, words[1], OURS, UNCOORDINATED))
-        others = [sorter for sorter in settings.sorters if sorter != OURS]
-        lines += [_shrinks(table, settings, task, other) for other in others]
-        lines += [
-            _keeps(name, even, skewed, settings),
-            _bound(name, even, skewed, BASELINE, 1.0, "skew lowers D-RR's herding bound"),
-            _bound(name, even, skewed, OURS, 1.1, "skew does not raise CD-GraB's herding bound"),
-            _test(words[1], task, skewed),
-        ]
-    return lines
+            yield ends_lower(skewed, words[1], OURS, UNCOORDINATED)
+        yield from (_shrinks(table, settings, task, other) for other in settings.sorters if other != OURS)
+        yield _keeps(name, even, skewed, settings)
+        yield _bound(name, even, skewed, BASELINE, 1.0, "skew lowers D-RR's herding bound")
+        yield _bound(name, even, skewed, OURS, 1.1, "skew does not raise CD-GraB's herding bound")
+        yield _test(words[1], task, skewed)
 
 
 def ends(settings: DictConfig) -> tuple[float, float]:
@@ -149,20 +145,16 @@ def against_alpha(study: Study) -> Figure:
     return plots.finish(figure, "Workers whose labels differ", f"{note} · {study.caption()}")
 
 
-def alpha_table(table: DataFrame, settings: DictConfig) -> str:
+@text.table
+def alpha_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """The skew that came out; losses, test metrics and bounds of every sorter, and the difference from D-RR."""
-    rows = []
-    for task in settings.tasks:
-        for alpha in settings.alphas:
-            some = select(table, task=task, alpha=alpha)
-            distance, largest = (by_seed(some, PARTITION, measure).mean() for measure in (DISTANCE, LARGEST))
-            skew = {"distance of mixes": f"{distance:.2f}", "largest class": f"{largest:.2f}"}
-            for sorter in settings.sorters:
-                against = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
-                rows.append(
-                    {"task": names.task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": names.sorter_label(sorter)}
-                    | {"train loss": mean_std(by_seed(some, sorter), 5, ddof=1), "against D-RR (%)": against}
-                    | {"test metric": mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)}
-                    | {"herding bound": str(estimate(by_seed(some, sorter, BOUND)))}
-                )
-    return markdown(rows)
+    for task, alpha in product(settings.tasks, settings.alphas):
+        some = select(table, task=task, alpha=alpha)
+        distance, largest = (by_seed(some, PARTITION, measure).mean() for measure in (DISTANCE, LARGEST))
+        skew = {"distance of mixes": f"{distance:.2f}", "largest class": f"{largest:.2f}"}
+        for sorter in settings.sorters:
+            row = {"task": names.task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": names.sorter_label(sorter)}
+            row["train loss"] = text.mean_std(by_seed(some, sorter), 5, ddof=1)
+            row["against D-RR (%)"] = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
+            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
+            yield row | {"herding bound": str(estimate(by_seed(some, sorter, BOUND)))}

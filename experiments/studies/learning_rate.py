@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report import plots
+from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
-from experiments.report.text import markdown
 from experiments.studies.base import Part, Study
 from experiments.studies.paired import IN_PER_CENT, difference, select
 from experiments.studies.training import outcome, overrides, train
@@ -24,17 +24,13 @@ LEARNED = 0.95  # of the first loss that a run has to end below: class frequenci
 APART = 1.13  # a factor between marks that would lie on each other
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """One training run each."""
-    cases = [
-        {"task": task, "optimiser": optimiser, "rate": rate, "sorter": sorter, "seed": seed}
-        for task in settings.tasks
-        for optimiser, rates in settings.rates[task].items()
-        for seed in range(settings.seeds)
-        for rate in rates
-        for sorter in settings.sorters
-    ]
-    return [Part(case, partial(_run, settings, case)) for case in cases]
+    for task in settings.tasks:
+        for optimiser, rates in settings.rates[task].items():
+            for seed, rate, sorter in product(range(settings.seeds), rates, settings.sorters):
+                case = {"task": task, "optimiser": optimiser, "rate": rate, "sorter": sorter, "seed": seed}
+                yield Part(case, partial(_run, settings, case))
 
 
 def _run(settings: DictConfig, case: dict) -> dict[str, list]:
@@ -148,9 +144,9 @@ def losses_by_rate(study: Study) -> Figure:
     return plots.finish(figure, "Final train loss against the learning rate", f"{note} · {study.caption()}")
 
 
-def rate_table(table: DataFrame, settings: DictConfig) -> str:
+@text.table
+def rate_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Final train losses by rate; in brackets where a seed was not sound; and the largest stable rates."""
-    rows = []
     for sweep in rate_sweeps(table, settings):
         for rate in sweep.rates:
             row = {"": sweep.name, "rate": f"{rate:g}"}
@@ -158,10 +154,9 @@ def rate_table(table: DataFrame, settings: DictConfig) -> str:
                 some = select(sweep.rows, rate=rate, sorter=sorter)
                 loss = f"{some[LOSS].mean():.4g} ± {some[LOSS].std():.2g}"
                 row[sorter_label(sorter)] = loss if some["sound"].all() else f"({loss})"
-            rows.append(row)
+            yield row
         stable = {sorter_label(sorter): f"{sweep.largest_stable(sorter).min():g}" for sorter in sweep.sorters}
-        rows.append({"": sweep.name, "rate": "largest stable"} | stable)
-    return markdown(rows)
+        yield {"": sweep.name, "rate": "largest stable"} | stable
 
 
 def _draw_losses(panel: Axes, sweep: RateSweep, sorter: str, aside: float) -> None:

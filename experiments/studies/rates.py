@@ -10,17 +10,18 @@ The rates are those of Theorems 1 and 2 of the CD-GraB paper: smooth non-convex 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from experiments.report import text
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.names import sorter_label as label
 from experiments.report.statistics import estimate, power_exponents
-from experiments.report.text import markdown, minus
 from experiments.studies.base import Part, significant
 from experiments.studies.paired import select
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
@@ -44,13 +45,10 @@ REFERENCE = {
 AGREES = 0.1  # how far from it an exponent may be
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """One for every problem, setting and sorter; all seeds at once."""
-    return [
-        Part(case, partial(_run, settings, case))
-        for problem, options in settings.problems.items()
-        for case in _cases(settings, problem, options)
-    ]
+    for problem, options in settings.problems.items():
+        yield from (Part(case, partial(_run, settings, case)) for case in _cases(settings, problem, options))
 
 
 def final_gaps(
@@ -107,11 +105,9 @@ def _run(settings: DictConfig, case: dict) -> dict[str, list]:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for problem in settings.problems:
-        lines += (_non_convex if problem == NON_CONVEX else _convex)(Gaps(table, settings, problem))
-    return lines
+        yield from (_non_convex if problem == NON_CONVEX else _convex)(Gaps(table, settings, problem))
 
 
 class Gaps:
@@ -165,9 +161,9 @@ class Gaps:
         return self.settings.fixed.get(x, 0)
 
 
-def exponent_table(table: DataFrame, settings: DictConfig) -> str:
-    """All exponents with their intervals, in Markdown; those that say nothing about orders in brackets."""
-    rows = []
+@text.table
+def exponent_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """All exponents with their intervals; those that say nothing about orders in brackets."""
     for problem in settings.problems:
         gaps = Gaps(table, settings, problem)
         for sorter in settings.sorters:
@@ -177,9 +173,8 @@ def exponent_table(table: DataFrame, settings: DictConfig) -> str:
                 row[f"in {x}"] = f"({value})" if gaps.unsettled(x, sorter) else value
                 if x in REFERENCE:
                     known = REFERENCE[x].get(sorter, "") if problem == "least_squares" else ""
-                    row[f"reference in {x}"] = minus(known)
-            rows.append(row)
-    return markdown(rows)
+                    row[f"reference in {x}"] = text.minus(known)
+            yield row
 
 
 def _convex(gaps: Gaps) -> list[Verdict]:
@@ -241,7 +236,7 @@ def _as_the_reference(gaps: Gaps) -> Verdict:
     expected = REFERENCE["workers"][MEAN]
     words = f"exponent of {label(MEAN)}'s {gaps.gap} in workers is that of an independent reference computation"
     limits = {"least": expected - AGREES, "most": expected + AGREES}
-    return gaps.slope("workers", MEAN, words, note=minus(f"{expected:g} there"), **limits)
+    return gaps.slope("workers", MEAN, words, note=text.minus(f"{expected:g} there"), **limits)
 
 
 def _follows_noise(gaps: Gaps, sorter: str) -> Verdict:

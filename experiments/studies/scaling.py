@@ -6,16 +6,17 @@ CD-GraB that take turns in the same processes, and count as ratios: what slows t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report import plots
+from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
 from experiments.report.statistics import counted, estimate, power_exponents
-from experiments.report.text import markdown
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.paired import difference, select
 from experiments.studies.timing import in_turn, under_torchrun
@@ -32,23 +33,17 @@ MOST_TIME, MOST_BYTES = 1.5, 1.1  # of D-RR's
 NO_GROWTH = 0.1  # an exponent
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """Training runs first; then, one at a time, epochs with a clock."""
-    cells = [(task, mode, workers) for task in settings.tasks for mode in MODES for workers in settings.workers]
-    trained = [
-        _key("trained", *cell, sorter=sorter, seed=seed)
-        for cell in cells
-        for seed in range(settings.seeds)
-        for sorter in settings.sorters
-    ]
+    cells = list(product(settings.tasks, MODES, settings.workers))
+    for cell, seed, sorter in product(cells, range(settings.seeds), settings.sorters):
+        case = _key("trained", *cell, sorter=sorter, seed=seed)
+        yield Part(case, partial(_train, settings, case))
     timed = [_key("timed", *cell) for cell in cells]
-    for task in settings.tasks:
-        for processes in settings.processes:
-            timed.append(_key("timed", task, FIXED, max(settings.processes), processes))
-            timed.append(_key("timed", task, WEAK, processes, processes))
-    return [Part(case, partial(_train, settings, case)) for case in trained] + [
-        Part(case, partial(_time, settings, case), alone=True) for case in timed
-    ]
+    for task, processes in product(settings.tasks, settings.processes):
+        timed.append(_key("timed", task, FIXED, max(settings.processes), processes))
+        timed.append(_key("timed", task, WEAK, processes, processes))
+    yield from (Part(case, partial(_time, settings, case), alone=True) for case in timed)
 
 
 def _key(kind: str, task: str, mode: str, workers: int, processes: int = 1, sorter: str = "", seed: int = -1) -> dict:
@@ -111,19 +106,17 @@ class TaskResults:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for task in (TaskResults(table, task) for task in settings.tasks):
-        lines += [_ends_lower(task, mode) for mode in MODES]
-        lines += [_bound_stays(task, mode) for mode in MODES]
+        yield from (_ends_lower(task, mode) for mode in MODES)
+        yield from (_bound_stays(task, mode) for mode in MODES)
         if UNCOORDINATED in settings.sorters:
-            lines += [_alone_grows(task, mode) for mode in MODES]
-        lines += [_time_ratio(task, task.simulated, mode, "workers", "one process") for mode in MODES]
-        lines.append(_time_stays(task))
+            yield from (_alone_grows(task, mode) for mode in MODES)
+        yield from (_time_ratio(task, task.simulated, mode, "workers", "one process") for mode in MODES)
+        yield _time_stays(task)
         if len(task.distributed):
-            lines += [_time_ratio(task, task.distributed, mode, "processes", "2 to 8 processes") for mode in MODES]
-            lines += [_bytes_ratio(task, mode) for mode in MODES]
-    return lines
+            yield from (_time_ratio(task, task.distributed, mode, "processes", "2 to 8 processes") for mode in MODES)
+            yield from (_bytes_ratio(task, mode) for mode in MODES)
 
 
 def _ends_lower(task: TaskResults, mode: str) -> Verdict:
@@ -200,20 +193,17 @@ def cost_and_gain(study: Study) -> Figure:
     return plots.finish(figure, "What coordination brings and costs", f"{note} · {study.caption()}")
 
 
-def cost_table(study: Study) -> str:
+@text.table
+def cost_table(study: Study) -> Iterator[dict[str, str]]:
     """Seconds and bytes of every timed setting."""
-    rows = []
     for task in (TaskResults(study.table, task) for task in study.settings.tasks):
         for (mode, workers, processes), some in task.timed.groupby(["mode", "workers", "processes"]):
             seconds = {s: f"{some[f'{s}_seconds'].median():.3g}" for s in (BASELINE, OURS)}
             sent = {s: f"{some[f'{s}_bytes'].iloc[0]:,.0f}" for s in (BASELINE, OURS)}
-            rows.append(
-                {"task": task.name, "batch": MODE_NAMES[mode], "workers": f"{workers}", "processes": f"{processes}"}
-                | {f"{sorter_label(sorter)} (s)": value for sorter, value in seconds.items()}
-                | {"ratio": f"{some['time'].median():.2f}"}
-                | {f"{sorter_label(sorter)} (bytes per step)": value for sorter, value in sent.items()}
-            )
-    return markdown(rows)
+            row = {"task": task.name, "batch": MODE_NAMES[mode], "workers": f"{workers}", "processes": f"{processes}"}
+            row |= {f"{sorter_label(sorter)} (s)": value for sorter, value in seconds.items()}
+            row |= {"ratio": f"{some['time'].median():.2f}"}
+            yield row | {f"{sorter_label(sorter)} (bytes per step)": value for sorter, value in sent.items()}
 
 
 def _by(rows: DataFrame, x: str, y: str) -> dict[int, Series]:

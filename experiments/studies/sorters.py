@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError
-from experiments.report import names, plots
+from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate, holm, paired_p
-from experiments.report.text import markdown, mean_std
 from experiments.studies.base import Part, Study
 from experiments.studies.paired import by_seed, difference, ends_lower, keeps_the_advantage, select
 from experiments.studies.training import outcome, overrides, test_metric, train
 from experiments.studies.verdicts import Verdict
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """One training run each."""
     if BASELINE not in settings.sorters:
         raise CdgrabError(f"study.sorters must name {BASELINE}, which all others are compared with")
-    return [
-        Part({"task": task, "sorter": sorter, "seed": seed}, partial(_run, settings, task, sorter, seed))
-        for task in settings.tasks
-        for seed in range(settings.seeds)
-        for sorter in settings.sorters
-    ]
+    for task, seed, sorter in product(settings.tasks, range(settings.seeds), settings.sorters):
+        yield Part({"task": task, "sorter": sorter, "seed": seed}, partial(_run, settings, task, sorter, seed))
 
 
 def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
@@ -37,25 +34,23 @@ def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, l
     return outcome(train(overrides(settings, task, sorter, **one_worker), seed))
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     """Answers are those of single tests; what adjusting for all sorters of a task makes of them is in the notes."""
-    lines = []
     for task in settings.tasks:
         rows, name = select(table, task=task), names.task_name(task)
         p = p_values(rows, settings)
         ours = OURS in settings.sorters
         if ours:
-            lines.append(_against_baseline(rows, name, OURS, p))
+            yield _against_baseline(rows, name, OURS, p)
         if ours and UNCOORDINATED in settings.sorters:
-            lines.append(ends_lower(rows, name, OURS, UNCOORDINATED))
+            yield ends_lower(rows, name, OURS, UNCOORDINATED)
         for sorter in p.index:
             if ours and sorter.startswith(f"{OURS},"):
-                lines.append(keeps_the_advantage(rows, name, sorter))
+                yield keeps_the_advantage(rows, name, sorter)
             elif sorter != OURS:
-                lines.append(_against_baseline(rows, name, sorter, p))
+                yield _against_baseline(rows, name, sorter, p)
         if ours and ALONE in settings.sorters:
-            lines.append(ends_lower(rows, name, OURS, ALONE))
-    return lines
+            yield ends_lower(rows, name, OURS, ALONE)
 
 
 def p_values(rows: DataFrame, settings: DictConfig) -> DataFrame:
@@ -72,24 +67,23 @@ def _against_baseline(rows: DataFrame, name: str, sorter: str, p: DataFrame) -> 
     return replace(verdict, note=f"{verdict.note}; {note}")
 
 
-def sorter_table(table: DataFrame, settings: DictConfig) -> str:
+@text.table
+def sorter_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Every sorter on every task: loss, test metric, difference from D-RR, p value; adjusted for all of a task."""
-    rows = []
     for task in settings.tasks:
         some = select(table, task=task)
         p = p_values(some, settings)
         for sorter in settings.sorters:
             row = {"task": names.task_name(task), "sorter": names.sorter_label(sorter)}
-            row["train loss"] = mean_std(by_seed(some, sorter), 5, ddof=1)
-            row["test metric"] = mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
+            row["train loss"] = text.mean_std(by_seed(some, sorter), 5, ddof=1)
+            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
             row |= dict.fromkeys(("against D-RR (%)", "lower on", "p", "p (Holm)"), "")
             if sorter != BASELINE:
                 against = difference(some, sorter)
                 row |= {"against D-RR (%)": str(estimate(against))}
                 row |= {"lower on": f"{(against < 0).sum()} of {len(against)}"}
                 row |= {"p": f"{p.single[sorter]:.2g}", "p (Holm)": f"{p.adjusted[sorter]:.2g}"}
-            rows.append(row)
-    return markdown(rows)
+            yield row
 
 
 @plots.styled

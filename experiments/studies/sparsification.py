@@ -6,7 +6,7 @@ thresholds, time and bytes; tasks of the suite and a small sparse model those ab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, product
 
@@ -43,56 +43,55 @@ SAME_DENSITY = 0.15  # relative difference of densities that still counts as the
 LONG_SETTLED = 20  # iterations that a density has to stay close to have settled
 
 
-def parts(settings: DictConfig) -> list[Part]:
+def parts(settings: DictConfig) -> Iterator[Part]:
     """Seed by seed; within a seed what takes long comes last."""
-    cases, found = _cases(settings), []
     for seed in range(settings.seeds):
-        found += [_part(seed, *case) for case in cases]
-        found += [*_timings(settings, seed), *_trainings(settings, seed)]
+        yield from (_part(seed, *case) for case in _cases(settings))
+        yield from _timings(settings, seed)
+        yield from _trainings(settings, seed)
     for seed in range(settings.seeds, settings.balance_seeds):
-        found += [_part(seed, *case) for case in cases if case[0] == "imbalance"]
-    return found
+        yield from (_part(seed, *case) for case in _cases(settings) if case[0] == "imbalance")
 
 
-def _cases(settings: DictConfig) -> list[tuple]:
+def _cases(settings: DictConfig) -> Iterator[tuple]:
     """Of synthetic gradients: the measure, what computes it, and its arguments but for the seed."""
     densities, methods = settings.densities, settings.methods
     dim, length, usual = settings.dim, settings.iterations, (settings.workers, densities[0])
     even_layers = partial(layered, layers=24, decades=1.0)  # for the balance: no partition is hopeless
-    cases = [("density", layered, m, settings.workers, d, dim, length) for d, m in product(densities, methods)]
-    held = product(densities, settings.held_workers)
-    cases += [("held", layered, OURS, workers, density, settings.held_dim, length) for density, workers in held]
+    for density, method in product(densities, methods):
+        yield "density", layered, method, settings.workers, density, dim, length
+    for density, workers in product(densities, settings.held_workers):
+        yield "held", layered, OURS, workers, density, settings.held_dim, length
     for crowd, method in product(settings.crowds, (*methods, DENSE)):
         some = length if method == PUBLISHED else 3 * LAST  # the paper's threshold is long on its way
-        cases.append(("build-up", layered, method, crowd, densities[0], dim, some))
-    cases += [("imbalance", even_layers, rule, *usual, dim, length) for rule in sparsifiers.RULES]
-    cases += [("settling", sparsifiers.settling, m, *usual, dim, settings.settling) for m in sparsifiers.THRESHOLDS]
-    cases += [("sparse model", sparsifiers.sparse_model, m, *usual, settings.sparse_steps) for m in sparsifiers.ABLATED]
-    return cases
+        yield "build-up", layered, method, crowd, densities[0], dim, some
+    for rule in sparsifiers.RULES:
+        yield "imbalance", even_layers, rule, *usual, dim, length
+    for rule in sparsifiers.THRESHOLDS:
+        yield "settling", sparsifiers.settling, rule, *usual, dim, settings.settling
+    for method in sparsifiers.ABLATED:
+        yield "sparse model", sparsifiers.sparse_model, method, *usual, settings.sparse_steps
 
 
-def _timings(settings: DictConfig, seed: int) -> list[Part]:
+def _timings(settings: DictConfig, seed: int) -> Iterator[Part]:
     timed = [method for method in settings.methods if method != PUBLISHED]  # which selects as `exdyna` does
-    density, dim, compute = settings.densities[0], settings.timed_dim, sparsifiers.selection_seconds
-    return [
-        Part(_key("time", "", workers, density, seed), partial(compute, timed, workers, density, dim, seed), alone=True)
-        for workers in settings.timed_workers
-    ]
+    for workers in settings.timed_workers:
+        case = (workers, settings.densities[0])
+        compute = partial(sparsifiers.selection_seconds, timed, *case, settings.timed_dim, seed)
+        yield Part(_key("time", "", *case, seed), compute, alone=True)
 
 
-def _trainings(settings: DictConfig, seed: int) -> list[Part]:
+def _trainings(settings: DictConfig, seed: int) -> Iterator[Part]:
     """The first two methods with all sorters, the others with the last one."""
     tasks = {task: (task, settings.trained, {}) for task in settings.tasks}
     if settings.resnet and "cifar10" in tasks:
         tasks[RESNET] = ("cifar10", settings.resnet_trained, settings.resnet)
-    found = []
     for name, (task, methods, changes) in tasks.items():
         for method in methods:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
                 run = overrides(settings, task, sorter, **changes)
                 key = _key("training", method, 0, TRAINED_DENSITY, seed, name, sorter)
-                found.append(Part(key, partial(sparsifiers.sparse_training, run, method, seed)))
-    return found
+                yield Part(key, partial(sparsifiers.sparse_training, run, method, seed))
 
 
 def _part(seed: int, measure: str, compute: Callable, method: str, workers: int, density: float, *more: int) -> Part:
@@ -108,18 +107,18 @@ def _key(measure: str, method: str, workers: int, density: float, seed: int, tas
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(table: DataFrame, settings: DictConfig) -> list[Verdict]:
-    lines = []
-    for density in settings.densities:
-        for workers in settings.held_workers:
-            lines += _holds(select(table, measure="held", workers=workers, target=density), density, workers)
-    lines += [*_build_up(table, settings), *_balance(table, settings), *_settles(table, settings)]
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
+    for density, workers in product(settings.densities, settings.held_workers):
+        yield from _holds(select(table, measure="held", workers=workers, target=density), density, workers)
+    yield from _build_up(table, settings)
+    yield from _balance(table, settings)
+    yield from _settles(table, settings)
     for workers in settings.timed_workers:
-        lines += _cheaper(table, workers, settings)
-    lines += [_fewer_bytes(table, settings), *_sparse_verdicts(table)]
+        yield from _cheaper(table, workers, settings)
+    yield _fewer_bytes(table, settings)
+    yield from _sparse_verdicts(table)
     for task, rows in select(table, measure="training").groupby("task", sort=False):
-        lines += _converges(rows, task, settings)
-    return lines
+        yield from _converges(rows, task, settings)
 
 
 def settled_mean(rows: DataFrame, column: str) -> Series:
@@ -144,7 +143,7 @@ def ends(rows: DataFrame) -> Series:
     return select(rows, epoch=rows["epoch"].max()).set_index("seed")[LOSS]
 
 
-def _holds(rows: DataFrame, density: float, workers: int) -> list[Verdict]:
+def _holds(rows: DataFrame, density: float, workers: int) -> Iterator[Verdict]:
     """The density of ExDyna with its default options, and how evenly the workers are loaded."""
     length = int(rows["iteration"].max()) + 1
     start = min(WARM_UP, length // 2)
@@ -157,56 +156,51 @@ def _holds(rows: DataFrame, density: float, workers: int) -> list[Verdict]:
         return judge(words, (error <= limit).groupby(seed).mean(), note, least=least)
 
     if density >= 0.01:
-        lines = [within(CLOSE, 0.95)]
+        yield within(CLOSE, 0.95)
     else:
         windows = later.groupby(["seed", (later["iteration"] - start) // WINDOW])["ratio"].mean()
         worst = (windows - 1).abs().groupby("seed").max()
         words = f"{where}: error of the mean density of {WINDOW} iterations, where it is largest"
-        lines = [judge(words, worst, note, most=CLOSE), within(FAR, 0.9)]
+        yield judge(words, worst, note, most=CLOSE)
+        yield within(FAR, 0.9)
     words = f"{where}: imbalance, by which padding lengthens what is sent"
-    return [*lines, judge(words, later["imbalance"].groupby(seed).mean(), note, most=0.2)]
+    yield judge(words, later["imbalance"].groupby(seed).mean(), note, most=0.2)
 
 
-def _build_up(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+def _build_up(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     most, density = max(settings.crowds), settings.densities[0]
-
-    def with_most(method: str, **limits: float) -> Verdict:
+    for method, limits in ((OURS, {"most": 1.1}), (TOPK, {"least": 2.0})):
         rows = select(table, measure="build-up", method=method, workers=most, target=density)
         words = f"{method_label(method)}: actual density / target with {most} workers"
-        return judge(words, settled_mean(rows, "ratio"), **limits)
-
-    return [with_most(OURS, most=1.1), with_most(TOPK, least=2.0)]
+        yield judge(words, settled_mean(rows, "ratio"), **limits)
 
 
-def _balance(table: DataFrame, settings: DictConfig) -> list[Verdict]:
+def _balance(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     """Each rule against the one before, seed by seed: imbalances of different layouts of layers differ by factors."""
-    rows, lines = select(table, measure="imbalance"), []
+    rows = select(table, measure="imbalance")
     for before, rule in pairwise(sparsifiers.RULES):
         less, more = (settled_mean(select(rows, method=method), "imbalance") for method in (rule, before))
         words = f"the {variant(rule)} rule loads workers more evenly than the {variant(before)} one"
         note = f"mean imbalance {less.mean():.2f} and {more.mean():.2f}, {settings.workers} workers, {len(less)} seeds"
         ratio = np.log((less / more).astype(float))
-        lines.append(judge(f"{words}: log ratio of the imbalance", ratio, note, most=0.0))
-    return lines
+        yield judge(f"{words}: log ratio of the imbalance", ratio, note, most=0.0)
 
 
-def _settles(table: DataFrame, settings: DictConfig) -> list[Verdict]:
-    drop, lines = settings.settling // 3, []
+def _settles(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
+    drop = settings.settling // 3
     for when, after, until in (("at the start", 0, drop), ("after a tenfold drop", drop, settings.settling)):
         length = until - after
         counted, proportional, paper = (
             settling_time(select(table, measure="settling", method=method), after, until)
             for method in sparsifiers.THRESHOLDS[:3]
         )
-        words = f"threshold by counting: iterations to ±{CLOSE:.0%} {when}"
-        lines.append(judge(words, counted, most=LAST))
+        yield judge(f"threshold by counting: iterations to ±{CLOSE:.0%} {when}", counted, most=LAST)
         note = f"iterations: {_spelt(proportional, length)} − {_spelt(paper, length)}"
         if (paper >= length).any():
             note += "; what never settled counts as all of them, so that the difference is at least this"
         unless = "neither settles" if (proportional >= length).all() and (paper >= length).all() else ""
         words = f"the proportional rule settles sooner than the paper's {when}"
-        lines.append(judge(words, proportional - paper, note, unless, most=0.0))
-    return lines
+        yield judge(words, proportional - paper, note, unless, most=0.0)
 
 
 def _spelt(times: Series, length: int) -> str:
@@ -217,9 +211,9 @@ def _spelt(times: Series, length: int) -> str:
     return f"{times.mean():.0f}" + f" (never within {length} on {never} of {len(times)} seeds)" * bool(never)
 
 
-def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> list[Verdict]:
+def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> Iterator[Verdict]:
     """On the mean, and for the slowest: the exchange waits for everybody."""
-    rows, lines = select(table, measure="time", workers=workers), []
+    rows = select(table, measure="time", workers=workers)
     longest = rows.set_index("timed")["longest"][OURS]
     notes = {
         "selection": f"{settings.timed_dim:,} coordinates, mean over workers",
@@ -228,8 +222,7 @@ def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> list[Verdi
     for column, whose in (("selection", "a worker"), ("slowest", "the slowest worker")):
         times = rows.pivot(index="seed", columns="timed", values=column)
         words = f"selecting: Top-k's time / ExDyna's for {whose} of {workers}, one core"
-        lines.append(judge(words, times[TOPK] / times[OURS], notes[column], least=CHEAPER))
-    return lines
+        yield judge(words, times[TOPK] / times[OURS], notes[column], least=CHEAPER)
 
 
 def _fewer_bytes(table: DataFrame, settings: DictConfig) -> Verdict:
@@ -241,42 +234,39 @@ def _fewer_bytes(table: DataFrame, settings: DictConfig) -> Verdict:
     return judge(words, ours / dense, note, most=1.7 * density)
 
 
-def _sparse_verdicts(table: DataFrame) -> list[Verdict]:
+def _sparse_verdicts(table: DataFrame) -> Iterator[Verdict]:
     """An embedding layer: a worker's gradient is zero but for a few rows."""
     rows = select(table, measure="sparse model")
     ours, dense, forgetful = (select(rows, method=method) for method in (OURS, DENSE, sparsifiers.FORGETFUL))
     what = f"sparse model ({ours['nonzero'].mean():.1%} of a worker's gradient is not zero)"
     density = ours.groupby("seed")["density"].mean() / ours["target"].iloc[0]
+    yield judge(f"{what}: ExDyna's loss / dense loss", ends(ours) / ends(dense), most=1.05)
+    yield judge(f"{what}: density / target", density, least=0.9, most=1.1)
     forgot = f"{what}: without error feedback the loss ends higher than with it, ratio"
-    return [
-        judge(f"{what}: ExDyna's loss / dense loss", ends(ours) / ends(dense), most=1.05),
-        judge(f"{what}: density / target", density, least=0.9, most=1.1),
-        judge(forgot, ends(forgetful) / ends(ours), least=1.0),
-    ]
+    yield judge(forgot, ends(forgetful) / ends(ours), least=1.0)
 
 
-def _converges(rows: DataFrame, task: str, settings: DictConfig) -> list[Verdict]:
+def _converges(rows: DataFrame, task: str, settings: DictConfig) -> Iterator[Verdict]:
     def loss(method: str, sorter: str = BALANCED) -> Series:
         return ends(select(rows, method=method, sorter=sorter))
 
     def actual(method: str, sorter: str = BALANCED) -> float:
         return select(rows, method=method, sorter=sorter)["density"].mean()
 
-    name, lines = task_label(task), []
+    name = task_label(task)
     for sorter in settings.sorters:
         words = f"{name}, {sorter_label(sorter)}: train loss with ExDyna / dense at density {TRAINED_DENSITY:g}"
         note = f"actual density {actual(OURS, sorter):.4f}"
-        lines.append(judge(words, loss(OURS, sorter) / loss(DENSE, sorter), note, most=1.05))
+        yield judge(words, loss(OURS, sorter) / loss(DENSE, sorter), note, most=1.05)
     done = rows["method"].unique()
     for method in [method for method in settings.trained[2:] if method in done]:
         note = f"actual densities {actual(OURS):.4f} and {actual(method):.4f}"
         apart = abs(actual(method) / actual(OURS) - 1) > SAME_DENSITY
         notes = {"unless": f"not at the same density: {note}"} if apart else {"note": note}
         words = f"{name}: train loss with ExDyna / {method_label(method)}"
-        lines.append(judge(words, loss(OURS) / loss(method), **notes, most=1.0))
+        yield judge(words, loss(OURS) / loss(method), **notes, most=1.0)
     if {BASELINE, BALANCED} <= set(settings.sorters):
-        lines.append(_adds_up(name, {m: 100 * (1 - loss(m, BALANCED) / loss(m, BASELINE)) for m in (DENSE, OURS)}))
-    return lines
+        yield _adds_up(name, {m: 100 * (1 - loss(m, BALANCED) / loss(m, BASELINE)) for m in (DENSE, OURS)})
 
 
 def _adds_up(name: str, gains: dict[str, Series]) -> Verdict:

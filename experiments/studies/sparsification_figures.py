@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from experiments.report import plots
+from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import LOSS, OTHER_COLOURS, OURS, sorter_label
 from experiments.report.statistics import estimate
-from experiments.report.text import markdown
 from experiments.studies import sparsifiers
 from experiments.studies.base import Study
 from experiments.studies.paired import select
@@ -166,34 +167,31 @@ def _draw_sparse_model(panel: Axes, study: Study) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def training_table(table: DataFrame) -> str:
-    """Where every run ends, in Markdown."""
-    rows = []
-    for (task, method, sorter), some in select(table, measure="training").groupby(
-        ["task", "method", "sorter"], sort=False
-    ):
-        density, imbalance = f"{some['density'].mean():.4f}", f"{some['imbalance'].mean():.2f}"
+@text.table
+def training_table(table: DataFrame) -> Iterator[dict[str, str]]:
+    """Where every run ends."""
+    runs = select(table, measure="training").groupby(["task", "method", "sorter"], sort=False)
+    for (task, method, sorter), some in runs:
+        dense = method == DENSE
         row = {"task": task_label(task), "method": method_label(method), "sorter": sorter_label(sorter)}
-        row |= {"train loss": str(estimate(ends(some))), "actual density": density, "imbalance": imbalance}
-        rows.append(row | {"actual density": "1", "imbalance": "–"} if method == DENSE else row)
-    return markdown(rows)
+        row["train loss"] = str(estimate(ends(some)))
+        row["actual density"] = "1" if dense else f"{some['density'].mean():.4f}"
+        yield row | {"imbalance": "–" if dense else f"{some['imbalance'].mean():.2f}"}
 
 
-def ablation_table(table: DataFrame) -> str:
-    """The sparse model with parts of ExDyna switched off, in Markdown."""
-    rows = []
+@text.table
+def ablation_table(table: DataFrame) -> Iterator[dict[str, str]]:
+    """The sparse model with parts of ExDyna switched off."""
     for method in sparsifiers.ABLATED:
         some = select(table, measure="sparse model", method=method)
         row = {"method": method_label(method), "loss": str(estimate(ends(some)))}
-        rows.append(row | {name: f"{some[name].mean():.4f}" for name in ("density", "imbalance")})
-    return markdown(rows)
+        yield row | {name: f"{some[name].mean():.4f}" for name in ("density", "imbalance")}
 
 
-def time_table(table: DataFrame) -> str:
-    """Milliseconds that workers take to select, in Markdown."""
-    rows = []
+@text.table
+def time_table(table: DataFrame) -> Iterator[dict[str, str]]:
+    """Milliseconds that workers take to select."""
     for (method, workers), some in select(table, measure="time").groupby(["timed", "workers"], sort=False):
-        times = {"mean over workers (ms)": "selection", "slowest worker (ms)": "slowest"}
-        cells = {title: f"{1000 * some[column].mean():.2f}" for title, column in times.items()}
-        rows.append({"method": method_label(method), "workers": str(workers)} | cells)
-    return markdown(rows)
+        mean, slowest = (f"{1000 * some[column].mean():.2f}" for column in ("selection", "slowest"))
+        row = {"method": method_label(method), "workers": str(workers)}
+        yield row | {"mean over workers (ms)": mean, "slowest worker (ms)": slowest}

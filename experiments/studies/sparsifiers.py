@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import dataclass, field
 
 import numpy as np
 import yaml
@@ -128,30 +129,26 @@ def selection_seconds(methods: list[str], workers: int, density: float, dim: int
     }
 
 
+@dataclass(frozen=True)
 class Heard(WorkerGroup):
     """All workers in one process. What they tell each other is kept."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers)
-        object.__setattr__(self, "answers", [])
+    answers: list[Tensor] = field(default_factory=list)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._kept(super().all_reduce(tensor))
+        self.answers.append(super().all_reduce(tensor))
+        return self.answers[-1]
 
     def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
-        return self._kept(super().from_worker(worker, tensor))
-
-    def _kept(self, answer: Tensor) -> Tensor:
-        self.answers.append(answer)
-        return answer
+        self.answers.append(super().from_worker(worker, tensor))
+        return self.answers[-1]
 
 
+@dataclass(frozen=True)
 class HeardAgain(WorkerGroup):
     """One of these workers, to which the others answer as before."""
 
-    def __init__(self, workers: int, worker: int, answers: list[Tensor]) -> None:
-        super().__init__(workers, worker, workers)
-        object.__setattr__(self, "answers", iter(answers))
+    answers: Iterator[Tensor] = field(kw_only=True)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return next(self.answers)
@@ -166,7 +163,7 @@ def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
     of_workers, seconds = sparsifier.state_dict()["per_worker"], []
     for worker, row in enumerate(rows.split(1)):
         alone = copy(sparsifier)
-        alone.group = HeardAgain(len(rows), worker, sparsifier.group.answers)
+        alone.group = HeardAgain(len(rows), worker, len(rows), answers=iter(sparsifier.group.answers))
         for name, values in of_workers.items():
             setattr(alone, name, values[worker : worker + 1])
         start = time.perf_counter()
