@@ -15,8 +15,8 @@ from experiments.report.statistics import holm, paired_p
 from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
 from experiments.studies import learning_rate, sorters
-from experiments.studies.paired import difference
 from experiments.studies.training import outcome, overrides, train
+from experiments.studies.verdicts import difference
 from experiments.tasks import make_task
 from experiments.training.config import compose
 from experiments.training.session import carry_out as ordinary_run

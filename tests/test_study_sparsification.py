@@ -16,10 +16,10 @@ from experiments.studies.sparsification_figures import ablation_table, time_tabl
 from experiments.studies.sparsifiers import (
     PUBLISHED,
     MatchedMean,
+    layered,
     method_label,
     options_of,
     selection_seconds,
-    settling,
 )
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.tasks import cifar10_models as models
@@ -59,7 +59,7 @@ def test_settling_times_by_hand():
 
 
 def test_gradients_are_too_large_for_the_first_threshold_and_then_shrink():
-    fixed = settling("exdyna,rule=relative,threshold=fixed", 2, 0.01, 4000, 30, seed=0)["ratio"]
+    fixed = layered("exdyna,rule=relative,threshold=fixed", 2, 0.01, 4000, 30, seed=0, shrinks=True)["ratio"]
     assert fixed[0] > 2 and min(fixed[:10]) > 2 and max(fixed[20:]) < 1
 
 

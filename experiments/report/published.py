@@ -9,7 +9,7 @@ from experiments.report.kinds import DataFrame
 from experiments.store.files import RESULTS
 
 PAPER = RESULTS / "paper"
-AXES = ("epoch", "seconds")
+AXES, EPOCHS = ("epoch", "seconds"), ("epoch",)
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,10 @@ class Curves:
     """Panels of one file; {axis} is epoch or seconds, {column} the value that tells a figure's columns apart."""
 
     file: str
-    panels: dict[str, str]  # the metric of our runs -> the panel
+    panel: str  # with * where the metric is named
+    metrics: dict[str, str]  # of our runs -> what takes the place of *
     axes: tuple[str, ...] = AXES
     paired: bool = False  # the point at epoch x stands for epochs x and x + 1
-
-
-def _curves(file: str, panel: str, axes: tuple[str, ...] = AXES, paired: bool = False, **metrics: str) -> Curves:
-    """metrics: by our name, the one that takes the place of * in the panel's."""
-    return Curves(file, {ours: panel.replace("*", theirs) for ours, theirs in metrics.items()}, axes, paired)
 
 
 # Files of one experiment in the order in which they are believed: a later one only adds series that are missing.
@@ -34,23 +30,23 @@ ACCURACY, PERPLEXITY = LOSS | {"test_accuracy": "test_acc"}, LOSS | {"test_ppl_a
 SMAPE = LOSS | {"test_smape": "test_smape"}
 PUBLISHED: dict[str, tuple[Curves, ...]] = {
     "fig3a_lr_hmda": (
-        _curves("fig3_published", "fig3a_lr_hmda/*/{axis}", paired=True, **LOSS, test_accuracy="test_accuracy"),
-        _curves("lr_hmda_{axis}", "*", paired=True, **ACCURACY),
+        Curves("fig3_published", "fig3a_lr_hmda/*/{axis}", LOSS | {"test_accuracy": "test_accuracy"}, paired=True),
+        Curves("lr_hmda_{axis}", "*", ACCURACY, paired=True),
     ),
     "fig3b_lstm_wiki2": (
-        _curves("fig3_published", "fig3b_lstm_wiki2/*/{axis}", **PERPLEXITY),
-        _curves("lstm_wiki2_{axis}", "*", **PERPLEXITY),
+        Curves("fig3_published", "fig3b_lstm_wiki2/*/{axis}", PERPLEXITY),
+        Curves("lstm_wiki2_{axis}", "*", PERPLEXITY),
     ),
-    "fig3c_mlp_m4": (_curves("fig3_published", "fig3c_mlp_m4/*/{axis}", **SMAPE),),
-    "fig3c_mlp_m4_4workers": (_curves("mlp_m4_{axis}", "*", **SMAPE),),
-    "fig4_cifar10_workers": (_curves("lenet_cifar10_workers", "workers={column}/*", AXES[:1], **ACCURACY),),
+    "fig3c_mlp_m4": (Curves("fig3_published", "fig3c_mlp_m4/*/{axis}", SMAPE),),
+    "fig3c_mlp_m4_4workers": (Curves("mlp_m4_{axis}", "*", SMAPE),),
+    "fig4_cifar10_workers": (Curves("lenet_cifar10_workers", "workers={column}/*", ACCURACY, EPOCHS),),
     "fig9_cifar10_herding": (
-        _curves("lenet_cifar10_herding", "*", AXES[:1], paired=True, herding_per_vector="workers={column}"),
+        Curves("lenet_cifar10_herding", "*", {"herding_per_vector": "workers={column}"}, EPOCHS, paired=True),
     ),
-    "fig12_cifar10_lr": (_curves("lenet_cifar10_lr", "lr={column}/*", AXES[:1], **ACCURACY),),
-    "fig11_gpt2_wiki103": (_curves("gpt2_wiki103_epoch", "*", AXES[:1], **LOSS, val_ppl_authors="test_ppl"),),
-    "study_herding": (_curves("random_herding", "*", AXES[:1], bound="{column}"),),
-    "table1_glue": (_curves("table1_glue", "*", AXES[:1], val_accuracy="{column}", val_accuracy_mm="{column}-mm"),),
+    "fig12_cifar10_lr": (Curves("lenet_cifar10_lr", "lr={column}/*", ACCURACY, EPOCHS),),
+    "fig11_gpt2_wiki103": (Curves("gpt2_wiki103_epoch", "*", LOSS | {"val_ppl_authors": "test_ppl"}, EPOCHS),),
+    "study_herding": (Curves("random_herding", "*", {"bound": "{column}"}, EPOCHS),),
+    "table1_glue": (Curves("table1_glue", "{column}*", {"val_accuracy": "", "val_accuracy_mm": "-mm"}, EPOCHS),),
 }
 
 
@@ -63,10 +59,10 @@ def published(
     """
     curves: dict[str, DataFrame] = {}
     for source in PUBLISHED.get(experiment, ()):
-        if metric not in source.panels or axis not in source.axes:
+        if metric not in source.metrics or axis not in source.axes:
             continue
         table = _read(source.file.format(axis=axis))
-        panel = source.panels[metric].format(axis=axis, column=_as_printed(column))
+        panel = source.panel.replace("*", source.metrics[metric]).format(axis=axis, column=_as_printed(column))
         for series, rows in table[table["panel"] == panel].groupby("series"):
             x = rows["x"] + (0.5 if source.paired and axis == "epoch" else 0.0)
             curves.setdefault(series, rows[["mean", "low", "high"]].assign(x=x).reset_index(drop=True))
@@ -75,7 +71,7 @@ def published(
 
 def published_metrics(experiment: str) -> tuple[str, ...]:
     """The metrics of our runs that the paper gives for an experiment."""
-    return tuple(dict.fromkeys(metric for source in PUBLISHED.get(experiment, ()) for metric in source.panels))
+    return tuple(dict.fromkeys(metric for source in PUBLISHED.get(experiment, ()) for metric in source.metrics))
 
 
 @cache

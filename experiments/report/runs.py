@@ -19,8 +19,32 @@ HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the pape
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
 
+class Runs:
+    """Finished runs that are shown together, with their `manifests`."""
+
+    def caption(self) -> str:
+        """Data source, size, settings, seeds and commit in one line."""
+        manifests, data = self.manifests, self.manifests[0]["data"]
+        settings = [m["science"] for m in manifests]
+
+        def all_of(setting: str) -> str:
+            return ", ".join(f"{value:g}" for value in sorted({some[setting] for some in settings}))
+
+        runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
+        count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
+        sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
+        rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
+        return (
+            f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
+            f"{_size(manifests)} · {all_of('workers')} workers, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
+            f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
+            f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
+            f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
+        )
+
+
 @dataclass(frozen=True)
-class Group:
+class Group(Runs):
     """Runs of one experiment on one data source with the same settings: results/runs/<task>/<experiment>/<source>."""
 
     directory: Path
@@ -116,9 +140,6 @@ class Group:
         """Whether the seconds mean anything: runs that shared a GPU took turns on it."""
         return all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
 
-    def caption(self) -> str:
-        return caption(self.manifests)
-
     @property
     def columns(self) -> str:
         """The setting whose values are the columns of this experiment's figure; empty: it has one column."""
@@ -130,7 +151,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Runs):
     """Groups that differ in one setting only: the columns of one figure."""
 
     setting: str
@@ -140,9 +161,6 @@ class Sweep:
     @property
     def manifests(self) -> list[dict]:
         return [manifest for group in self.groups for manifest in group.manifests]
-
-    def caption(self) -> str:
-        return caption(self.manifests)
 
 
 def pretrained_by(manifest: dict) -> set[str]:
@@ -176,28 +194,6 @@ def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sw
 def without(source: str, setting: str | None) -> str:
     """A group's folder name without one of its changed settings."""
     return re.sub(rf",{re.escape(_short(setting))}=[^,]*", "", source) if setting else source
-
-
-def caption(manifests: list[dict]) -> str:
-    """Data source, size, settings, seeds and commit in one line."""
-
-    def all_of(values: list) -> str:
-        return ", ".join(f"{value:g}" for value in sorted(set(values)))
-
-    data = manifests[0]["data"]
-    runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
-    count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
-    settings = [m["science"] for m in manifests]
-    sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
-    rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
-    return (
-        f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
-        f"{_size(manifests)} · {all_of([s['workers'] for s in settings])} workers, "
-        f"batch {all_of([s['task.batch'] for s in settings])}, lr {all_of([s['task.lr'] for s in settings])}"
-        f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
-        f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
-        f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
-    )
 
 
 def _size(manifests: list[dict]) -> str:

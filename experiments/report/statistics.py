@@ -68,12 +68,12 @@ def paired_p(differences: Sequence[float]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), …"""
-    adjusted, largest = [math.nan] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), …;
+    what could not be tested counts as 1."""
+    import pandas as pd
+
+    ascending = pd.Series(p_values, dtype=float).fillna(1.0).sort_values()
+    return list((ascending * range(len(ascending), 0, -1)).clip(upper=1.0).cummax().sort_index())
 
 
 def power_exponents(table: DataFrame, x: str, y: str) -> Series:

@@ -29,8 +29,7 @@ from experiments.report.names import (
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
 from experiments.studies.base import Part, Study, significant
-from experiments.studies.paired import select
-from experiments.studies.verdicts import Verdict, judge, judge_every
+from experiments.studies.verdicts import Verdict, judge, judge_every, select
 
 FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
 FAR_ABOVE = 3  # a bound of so many floors is still on its way down

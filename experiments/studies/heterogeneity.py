@@ -22,9 +22,8 @@ from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate
 from experiments.studies.base import Part, Study, significant
-from experiments.studies.paired import by_seed, difference, ends_lower, keeps, select
 from experiments.studies.training import outcome, overrides, partition, test_metric, train
-from experiments.studies.verdicts import Verdict, judge
+from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, judge, keeps, select
 from experiments.tasks.partition import class_shares
 
 PARTITION = ""  # in place of a sorter: nothing is trained

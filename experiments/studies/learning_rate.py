@@ -14,9 +14,8 @@ from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
 from experiments.studies.base import Part, Study
-from experiments.studies.paired import IN_PER_CENT, difference, select
 from experiments.studies.training import outcome, overrides, train
-from experiments.studies.verdicts import Verdict, judge, judge_every
+from experiments.studies.verdicts import IN_PER_CENT, Verdict, difference, judge, judge_every, select
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 TOLERANCE = 0.5  # per cent of D-RR's loss

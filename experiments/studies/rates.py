@@ -23,10 +23,9 @@ from experiments.report.names import BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.names import sorter_label as label
 from experiments.report.statistics import estimate, power_exponents
 from experiments.studies.base import Part, significant
-from experiments.studies.paired import select
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
 from experiments.studies.replicas import ReplicatedSorter
-from experiments.studies.verdicts import HOLDS, Verdict, judge
+from experiments.studies.verdicts import HOLDS, Verdict, judge, select
 
 NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
@@ -177,33 +176,27 @@ def exponent_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str,
             yield row
 
 
-def _convex(gaps: Gaps) -> list[Verdict]:
+def _convex(gaps: Gaps) -> Iterator[Verdict]:
     """What the P.L. rates say; only coordination should improve the slope in workers."""
 
     def no_faster(sorter: str, note: str = "") -> Verdict:
         words = f"{label(sorter)}'s gap falls like epochs^−2 and no faster"
         return gaps.slope("epochs", sorter, words, note=note, **TIGHT)
 
-    slope, upper, averaged = gaps.slope, "an upper bound", "errors of ever new orders average out over epochs"
-    return [
-        slope("workers", OURS, **BALANCED),
-        slope("workers", BASELINE, **RANDOM),
-        slope("workers", UNCOORDINATED, **RANDOM),
-        slope("workers", MEAN, least=RANDOM["least"]),
-        *([_as_the_reference(gaps)] if gaps.name == NAMES["least_squares"] else []),
-        gaps.steeper("workers", OURS, UNCOORDINATED),
-        slope("units", OURS, **BALANCED),
-        slope("units", BASELINE, **RANDOM),
-        slope("units", UNCOORDINATED, **BALANCED),
-        slope("units", MEAN, **BALANCED),
-        slope("epochs", OURS, note=upper, **BALANCED),
-        slope("epochs", BASELINE, note=upper, **BALANCED),
-        no_faster(BASELINE, averaged),
-        no_faster(KEPT, "the same error in every epoch"),
-    ]
+    for sorter, limits in ((OURS, BALANCED), (BASELINE, RANDOM), (UNCOORDINATED, RANDOM)):
+        yield gaps.slope("workers", sorter, **limits)
+    yield gaps.slope("workers", MEAN, least=RANDOM["least"])
+    if gaps.name == NAMES["least_squares"]:
+        yield _as_the_reference(gaps)
+    yield gaps.steeper("workers", OURS, UNCOORDINATED)
+    for sorter, limits in ((OURS, BALANCED), (BASELINE, RANDOM), (UNCOORDINATED, BALANCED), (MEAN, BALANCED)):
+        yield gaps.slope("units", sorter, **limits)
+    yield from (gaps.slope("epochs", sorter, note="an upper bound", **BALANCED) for sorter in (OURS, BASELINE))
+    yield no_faster(BASELINE, "errors of ever new orders average out over epochs")
+    yield no_faster(KEPT, "the same error in every epoch")
 
 
-def _non_convex(gaps: Gaps) -> list[Verdict]:
+def _non_convex(gaps: Gaps) -> Iterator[Verdict]:
     """First that noise is what limits it, then the rates: upper bounds, that may be beaten.
 
     D-RR's rate needs D-RR's proof; CD-GraB's, and what compares it with others, those of both.
@@ -213,22 +206,14 @@ def _non_convex(gaps: Gaps) -> list[Verdict]:
     unless = f"{label(open_for[0])} is not shown to be noise-limited" if open_for else ""
     upper = {"unless": unless, "note": "an upper bound"}
     baseline = upper | {"unless": unless if BASELINE in open_for else ""}
-    tight = gaps.slope(
-        "workers",
-        OURS,
-        f"{label(OURS)}'s {gaps.gap} falls like workers^−2/3 and no faster",
-        unless or "close to a minimum this loss is convex, where the P.L. rates apply: no test of the worst case",
-        least=-NON_CONVEX_RATE - 0.2,
-        most=-NON_CONVEX_RATE + 0.2,
-    )
-    return [
-        *checks[BASELINE],
-        *checks[OURS],
-        *(gaps.slope(x, OURS, most=-NON_CONVEX_RATE, **upper) for x in SWEEPS),
-        tight,
-        gaps.slope("workers", BASELINE, most=-NON_CONVEX_RATE / 2, **baseline),
-        gaps.steeper("workers", OURS, UNCOORDINATED, unless),
-    ]
+    yield from (*checks[BASELINE], *checks[OURS])
+    yield from (gaps.slope(x, OURS, most=-NON_CONVEX_RATE, **upper) for x in SWEEPS)
+    words = f"{label(OURS)}'s {gaps.gap} falls like workers^−2/3 and no faster"
+    convex = "close to a minimum this loss is convex, where the P.L. rates apply: no test of the worst case"
+    around = {"least": -NON_CONVEX_RATE - 0.2, "most": -NON_CONVEX_RATE + 0.2}
+    yield gaps.slope("workers", OURS, words, unless or convex, **around)
+    yield gaps.slope("workers", BASELINE, most=-NON_CONVEX_RATE / 2, **baseline)
+    yield gaps.steeper("workers", OURS, UNCOORDINATED, unless)
 
 
 def _as_the_reference(gaps: Gaps) -> Verdict:

@@ -18,10 +18,9 @@ from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
 from experiments.report.statistics import counted, estimate, power_exponents
 from experiments.studies.base import Part, Study, significant
-from experiments.studies.paired import difference, select
 from experiments.studies.timing import in_turn, under_torchrun
 from experiments.studies.training import outcome, overrides, train
-from experiments.studies.verdicts import Verdict, judge, judge_every
+from experiments.studies.verdicts import Verdict, difference, judge, judge_every, select
 from experiments.training.memory import keep_freed_memory
 
 FIXED, WEAK = MODES = ("fixed", "weak")

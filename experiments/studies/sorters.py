@@ -16,9 +16,8 @@ from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate, holm, paired_p
 from experiments.studies.base import Part, Study
-from experiments.studies.paired import by_seed, difference, ends_lower, keeps_the_advantage, select
 from experiments.studies.training import outcome, overrides, test_metric, train
-from experiments.studies.verdicts import Verdict
+from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, keeps_the_advantage, select
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:

@@ -19,7 +19,6 @@ from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import estimate
 from experiments.studies import sparsifiers
 from experiments.studies.base import Part
-from experiments.studies.paired import select
 from experiments.studies.sparsifiers import (
     DENSE,
     OURS,
@@ -33,7 +32,7 @@ from experiments.studies.sparsifiers import (
     variant,
 )
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import Verdict, judge
+from experiments.studies.verdicts import Verdict, judge, select
 
 LAST = 20  # iterations over which a settled value is taken
 WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which its mean is taken at 0.001
@@ -58,6 +57,7 @@ def _cases(settings: DictConfig) -> Iterator[tuple]:
     densities, methods = settings.densities, settings.methods
     dim, length, usual = settings.dim, settings.iterations, (settings.workers, densities[0])
     even_layers = partial(layered, layers=24, decades=1.0)  # for the balance: no partition is hopeless
+    settling = partial(layered, shrinks=True)
     for density, method in product(densities, methods):
         yield "density", layered, method, settings.workers, density, dim, length
     for density, workers in product(densities, settings.held_workers):
@@ -68,7 +68,7 @@ def _cases(settings: DictConfig) -> Iterator[tuple]:
     for rule in sparsifiers.RULES:
         yield "imbalance", even_layers, rule, *usual, dim, length
     for rule in sparsifiers.THRESHOLDS:
-        yield "settling", sparsifiers.settling, rule, *usual, dim, settings.settling
+        yield "settling", settling, rule, *usual, dim, settings.settling
     for method in sparsifiers.ABLATED:
         yield "sparse model", sparsifiers.sparse_model, method, *usual, settings.sparse_steps
 

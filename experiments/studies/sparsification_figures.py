@@ -12,9 +12,9 @@ from experiments.report.names import LOSS, OTHER_COLOURS, OURS, sorter_label
 from experiments.report.statistics import estimate
 from experiments.studies import sparsifiers
 from experiments.studies.base import Study
-from experiments.studies.paired import select
 from experiments.studies.sparsification import ends, settled_mean
 from experiments.studies.sparsifiers import DENSE, method_label, options_of, task_label, variant
+from experiments.studies.verdicts import select
 
 COLOURS = {  # of methods, and of options of ExDyna
     "exdyna": "#c4322b",

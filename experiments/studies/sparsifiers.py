@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -71,23 +71,21 @@ def build(method: str, workers: int, dim: int, density: float, **more: object) -
 
 
 def layered(
-    method: str, workers: int, density: float, dim: int, iterations: int, seed: int, **shape: float
+    method: str, workers: int, density: float, dim: int, iterations: int, seed: int, shrinks: bool = False, **shape
 ) -> dict[str, list]:
-    """What a method does to layered gradients, in every iteration."""
-    scale = _right_scale(dim, density, seed, **shape)
+    """What a method does to layered gradients, in every iteration; `ratio` is actual density / target.
+
+    shrinks: gradients are too large for the paper's first threshold; a third of the way on they shrink tenfold.
+    """
+    sparsifier, kept = build(method, workers, dim, density), []
     gradients = LayeredGradients(workers, dim, seed, **shape)
-    return _trajectory(build(method, workers, dim, density), gradients, iterations, lambda iteration: scale)
-
-
-def settling(method: str, workers: int, density: float, dim: int, iterations: int, seed: int) -> dict[str, list]:
-    """Gradients too large for the paper's first threshold; a third of the way on they shrink tenfold."""
-    right = _right_scale(dim, density, seed)
-
-    def scale(iteration: int) -> float:
-        return TOO_LARGE * right * (1.0 if iteration < iterations // 3 else 0.1)
-
-    gradients = LayeredGradients(workers, dim, seed)
-    return _trajectory(build(method, workers, dim, density), gradients, iterations, scale)
+    scale = _right_scale(dim, density, seed, **shape) * (TOO_LARGE if shrinks else 1.0)
+    for iteration in range(iterations):
+        later = 0.1 if shrinks and iteration >= iterations // 3 else 1.0
+        sparsifier.reduce(gradients().mul_(scale * later))
+        kept.append(sparsifier.stats | {"ratio": sparsifier.stats.density / sparsifier.density})
+    columns = {name: _column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
+    return {"iteration": list(range(iterations))} | columns
 
 
 def sparse_model(method: str, workers: int, density: float, steps: int, seed: int) -> dict[str, list]:
@@ -178,18 +176,6 @@ def _right_scale(dim: int, density: float, seed: int, **shape: float) -> float:
     paper's own rule starts, as are wanted. Methods that measure the scale don't need this favour."""
     fixed = build("hard_threshold", 1, dim, density)
     return fixed.value / float(LayeredGradients(1, dim, seed, **shape)().abs().flatten().topk(fixed.target).values[-1])
-
-
-def _trajectory(
-    sparsifier: Sparsifier, gradients: Callable[[], Tensor], iterations: int, scale: Callable[[int], float]
-) -> dict[str, list]:
-    """`ratio` is actual density / target."""
-    kept = []
-    for iteration in range(iterations):
-        sparsifier.reduce(gradients().mul_(scale(iteration)))
-        kept.append(sparsifier.stats | {"ratio": sparsifier.stats.density / sparsifier.density})
-    columns = {name: _column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
-    return {"iteration": list(range(iterations))} | columns
 
 
 def _longest_partition(sparsifier: Sparsifier) -> float | None:
