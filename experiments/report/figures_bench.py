@@ -54,12 +54,12 @@ def balancing(device: str) -> Figure:
     found = found[found["threads"] == found["threads"].max()]
     counts = sorted(found["workers"].unique())
     figure, axes = plots.panels(1, len(counts), 3.1 * len(counts), 3.2, sharey=True)
-    ours, author = (("ours_us", OURS, "ours"), ("author_us", AUTHOR, "one worker after the other (published code)"))
+    timed = (("author_us", AUTHOR, "one worker after the other (published code)"), ("ours_us", OURS, "ours"))
     for panel, workers in zip(axes[0], counts, strict=True):
         some = found[found["workers"] == workers].sort_values("dim")
-        for key, colour, label in (author, ours):
-            spread = _quartiles(some, key)
-            panel.errorbar(some["dim"], some[key], spread, color=colour, label=label, marker="o", ms=3.5, capsize=2)
+        for key, colour, label in timed:
+            style = {"color": colour, "label": label, "marker": "o", "ms": 3.5, "capsize": 2}
+            panel.errorbar(some["dim"], some[key], _quartiles(some, key), **style)
         panel.plot(some["dim"], some["floor_us"], color=FLOOR, label="reading the rows twice", **COMPARED)
         panel.set(xscale="log", yscale="log", xlabel="parameters", title=f"{workers} workers")
     axes[0][0].set_ylabel("µs per pair position")
@@ -88,13 +88,9 @@ def traffic(device: str) -> Figure:
     """Bytes per process and step, by processes and units per step, of gradients that are divided by coordinates."""
     found = rows("traffic", device)
     found = found[found["dim"] == found["dim"].max()]
-    bars = (
-        ("allreduce_bytes", FLOOR, "all-reduce"),
-        ("bytes", OURS, "ours"),
-        ("author_bytes", AUTHOR, "all-gather (published code)"),
-    )
+    ours, author = ("bytes", OURS, "ours"), ("author_bytes", AUTHOR, "all-gather (published code)")
     figure, ((panel,),) = plots.panels(1, 1, 6.2, 3.2)
-    for offset, (key, colour, label) in enumerate(bars):
+    for offset, (key, colour, label) in enumerate((("allreduce_bytes", FLOOR, "all-reduce"), ours, author)):
         places = [place + 0.27 * (offset - 1) for place in range(len(found))]
         panel.bar(places, found[key] / MIB, 0.25, color=colour, label=label)
     labels = [f"{row.processes} processes\n{row.units_per_step} per step" for row in found.itertuples()]

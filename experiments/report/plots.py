@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.report.kinds import Axes, Axis, Figure, Series
-from experiments.report.statistics import estimate
+from experiments.report.statistics import Estimate, estimate
 from experiments.store.files import RESULTS
 
 STYLE = str(Path(__file__).with_name("paper.mplstyle"))
@@ -66,6 +66,12 @@ def estimates(panel: Axes, by_x: Mapping[float, Series], alpha: float = 0.15, **
     if values and all(np.isfinite(value.low) for value in values):
         low, high = [value.low for value in values], [value.high for value in values]
         panel.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
+
+
+def interval(panel: Axes, value: Estimate, y: float, **style) -> None:
+    """A bar at height `y`, where one can be told."""
+    if np.isfinite(value.low):
+        panel.plot([value.low, value.high], [y, y], **style)
 
 
 def whole_numbers(axis: Axis, most: int | str = "auto", **options) -> None:

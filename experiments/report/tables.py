@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from experiments.report.kinds import Series
 from experiments.report.names import BASELINE, OURS, column_title, higher_is_better, metric_label
@@ -27,7 +27,7 @@ def summary(group: Group, metrics: tuple[str, ...], experiment: str) -> str:
     """
     metrics = tuple(dict.fromkeys([*metrics, *(metric.removesuffix("_authors") for metric in metrics)]))
     notes = [group.caption() + ".", *_published_finals(experiment, metrics, group.column)]
-    return _page(_rows(group, metrics), _differences(group, metrics), notes)
+    return _page(list(_rows(group, metrics)), _differences(group, metrics), notes)
 
 
 def sweep_summary(sweep: Sweep, metrics: tuple[str, ...], experiment: str) -> str:
@@ -66,8 +66,8 @@ def first_crossing(curve: Series, target: float) -> float:
     return float(earlier + (epoch - earlier) * (curve[earlier] - target) / (curve[earlier] - curve[epoch]))
 
 
-def _rows(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
-    loss, rows = metrics[0], []
+def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    loss = metrics[0]
     for sorter in group.sorters:
         curve = group.curve(sorter, loss)
         if curve.empty:  # a metric that these runs did not log
@@ -78,8 +78,7 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
             epoch = first_crossing(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
             row["epochs to D-RR's final loss"] = "not reached" if math.isnan(epoch) else f"{epoch:.1f}"
         row["seconds per epoch"] = f"{curve['elapsed'].iloc[-1] / curve.index[-1]:.3f}" if group.timed else "–"
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _differences(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:

@@ -40,7 +40,6 @@ from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import RESULTS
 from experiments.store.lock import locked
-from experiments.store.records import environment, read_all_metrics, read_manifest
 from experiments.studies.verdicts import Verdict
 from experiments.tasks import locate_data
 from experiments.training.config import compose_config, flatten
@@ -81,9 +80,13 @@ class Study:
     def metrics_path(self) -> Path:
         return self.directory / records.METRICS
 
+    def manifest(self) -> dict:
+        """Empty when there is none yet."""
+        return records.read_manifest(self.directory)
+
     def lines(self) -> list[dict]:
         """One per finished part."""
-        return read_all_metrics(self.metrics_path)
+        return records.read_all_metrics(self.metrics_path)
 
     def parts(self) -> list[Part]:
         return list(self._module.parts(self.settings))
@@ -111,7 +114,7 @@ class Study:
     def caption(self) -> str:
         """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
         data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
-        seconds, manifest = sum(line["seconds"] for line in self.lines()), read_manifest(self.directory)
+        seconds, manifest = sum(line["seconds"] for line in self.lines()), self.manifest()
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         return (
             f"{'EMBEDDED DATA: ' * self.embedded}{data}size {self.directory.name} · "
@@ -157,7 +160,7 @@ def compose_study(overrides: list[str]) -> Study:
 def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     _refuse_other_settings(study)
-    if study.complete() and read_manifest(study.directory).get("status") == "finished":
+    if study.complete() and study.manifest().get("status") == "finished":
         return
     study.directory.mkdir(parents=True, exist_ok=True)
     with locked(study.directory):
@@ -165,7 +168,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
 
 
 def _refuse_other_settings(study: Study) -> None:
-    stored, settings = read_manifest(study.directory).get("settings", {}), OmegaConf.to_container(study.settings)
+    stored, settings = study.manifest().get("settings", {}), OmegaConf.to_container(study.settings)
     common = stored.keys() & settings.keys()  # settings that did not exist then don't count
     if differing := sorted(key for key in common if _differs(key, stored[key], settings[key])):
         raise CdgrabError(
@@ -174,13 +177,13 @@ def _refuse_other_settings(study: Study) -> None:
 
 
 def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
-    parts, before = study.parts(), read_manifest(study.directory)
+    parts, before = study.parts(), study.manifest()
     done = {_name(line, parts): line for line in study.lines()}
     missing = [part for part in parts if _name(part.key, parts) not in done]
     what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
     manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
     if done:  # perhaps on another machine, by another version
-        made_with = {key: before[key] for key in environment() if key in before}
+        made_with = {key: before[key] for key in records.environment() if key in before}
         manifest["earlier"] = [*before.get("earlier", []), made_with]
     records.write_manifest(study.directory / records.MANIFEST, manifest)
     _write_in_order(study, done, parts)

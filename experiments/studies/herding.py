@@ -15,17 +15,9 @@ from cdgrab import streams
 from cdgrab.errors import CdgrabError
 from cdgrab.herding import parallel_herding_bound
 from cdgrab.sorters import SORTERS, make_sorter
-from experiments.report import plots, text
+from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure
-from experiments.report.names import (
-    ALONE,
-    OURS,
-    PUBLISHED_SORTERS,
-    sorter_colour,
-    sorter_label,
-    sorter_line,
-    sorter_style,
-)
+from experiments.report.names import ALONE, OURS, sorter_label
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
 from experiments.studies.base import Part, Study, significant
@@ -101,7 +93,7 @@ def published_bounds(workers: int, vectors: int) -> dict[str, DataFrame]:
     """The paper's curves by sorter; empty unless it had the same workers and vectors."""
     panel = f"m={workers} n={vectors // workers:.0e}".replace("e+0", "e")
     curves = published("study_herding", "bound", column=panel)
-    return {PUBLISHED_SORTERS[series]: curve for series, curve in curves.items()}
+    return {names.PUBLISHED_SORTERS[series]: curve for series, curve in curves.items()}
 
 
 def published_floors(settings: DictConfig) -> DataFrame:
@@ -122,9 +114,8 @@ def _descending(settings: DictConfig) -> list[str]:
 
 def _halving(table: DataFrame, levels: DataFrame, sorter: str) -> Verdict:
     """H' = H/2 + c has the floor 2c, and what a bound has above its floor is halved."""
-    rows = select(table, sorter=sorter).merge(
-        levels.rename(columns={"bound": "floor"}), on=["sorter", "workers", "seed"]
-    )
+    levels = levels.rename(columns={"bound": "floor"})
+    rows = select(table, sorter=sorter).merge(levels, on=["sorter", "workers", "seed"])
     after = rows.groupby(["workers", "seed"])["bound"].shift(-1)
     ratio = ((after - rows["floor"]) / (rows["bound"] - rows["floor"]))[rows["bound"] >= FAR_ABOVE * rows["floor"]]
     words = f"{sorter_label(sorter)}: a round at least halves what the bound is above its floor"
@@ -190,9 +181,9 @@ def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
         rows = select(study.table, sorter=sorter, workers=1 if sorter == ALONE else workers)
         by_round = rows.groupby("round")["bound"]
         mean = by_round.mean()
-        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **sorter_line(sorter))
+        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **names.sorter_line(sorter))
     for sorter, curve in published_bounds(workers, study.settings.vectors).items():
-        style = plots.PUBLISHED | {"color": sorter_colour(sorter), "label": f"{sorter_label(sorter)}, paper"}
+        style = plots.PUBLISHED | {"color": names.sorter_colour(sorter), "label": f"{sorter_label(sorter)}, paper"}
         panel.plot(curve["x"], curve["mean"], **style)
     panel.set(title=f"{workers} workers", xlabel="reorder round", ylabel="herding bound")
     plots.whole_numbers(panel.xaxis, 5)
@@ -203,7 +194,7 @@ def _draw_floors(panel: Axes, study: Study) -> None:
     """Log-log, each with the power law fitted to it."""
     ours, theirs = floors(study.table), published_floors(study.settings)
     for sorter in _descending(study.settings):
-        some, paper, colour = select(ours, sorter=sorter), select(theirs, sorter=sorter), sorter_colour(sorter)
+        some, paper, colour = select(ours, sorter=sorter), select(theirs, sorter=sorter), names.sorter_colour(sorter)
         mean = some.groupby("workers")["bound"].mean()
         exponent = power_exponents(some, "workers", "bound").mean()
         x = np.log(mean.index.to_numpy())
@@ -214,7 +205,7 @@ def _draw_floors(panel: Axes, study: Study) -> None:
         panel.scatter(paper["workers"], paper["bound"], **hollow)
         words = f"workers$^{{{exponent:.2f}}}$"
         panel.annotate(words, (mean.index[-1], fit[-1]), (7, 0), textcoords="offset points", va="center", color=colour)
-    panel.axhline(select(ours, sorter=ALONE)["bound"].mean(), **sorter_style(ALONE))
+    panel.axhline(select(ours, sorter=ALONE)["bound"].mean(), **names.sorter_style(ALONE))
     panel.set(title="floor", ylabel="herding bound")
     counts = list(study.settings.workers)
     plots.log_x(panel, counts, "workers (□ the paper's)")

@@ -17,9 +17,9 @@ from itertools import product
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.report import names, plots, text
+from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
-from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED
+from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED, sorter_label, sorter_line, task_name
 from experiments.report.statistics import estimate
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.training import outcome, overrides, partition, test_metric, train
@@ -62,7 +62,7 @@ def _overrides(settings: DictConfig, case: dict, sorter: str) -> list[str]:
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for task in settings.tasks:
         even, skewed = (select(table, task=task, alpha=alpha) for alpha in ends(settings))
-        name, words = names.task_name(task), [f"{names.task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
+        name, words = task_name(task), [f"{task_name(task)}, alpha {alpha:g}" for alpha in ends(settings)]
         yield ends_lower(even, words[0], OURS)
         yield ends_lower(skewed, words[1], OURS)
         if UNCOORDINATED in settings.sorters:
@@ -97,7 +97,7 @@ def _keeps(name: str, even: DataFrame, skewed: DataFrame, settings: DictConfig) 
 
 def _shrinks(table: DataFrame, settings: DictConfig, task: str, other: str) -> Verdict:
     """Over all alphas, not only the ends."""
-    words = f"{names.task_name(task)}: CD-GraB's lead over {names.sorter_label(other)} shrinks as the skew grows"
+    words = f"{task_name(task)}: CD-GraB's lead over {sorter_label(other)} shrinks as the skew grows"
     leads = {a: -difference(select(table, task=task, alpha=a), OURS, other).mean() for a in ends(settings)}
     (most, even), (least, skewed) = leads.items()
     note = f"slope in points per tenfold alpha; {even:.3g} % of D-RR's train loss at alpha {most:g}"
@@ -128,7 +128,7 @@ def against_alpha(study: Study) -> Figure:
     for row, task in zip(axes, tasks, strict=True):
         by_alpha = {alpha: select(study.table, task=task, alpha=alpha) for alpha in alphas}
         for sorter in study.settings.sorters:
-            style = names.sorter_line(sorter)
+            style = sorter_line(sorter)
             for panel, metric in zip((row[0], row[2], row[3]), (LOSS, test_metric(task), BOUND), strict=True):
                 values = {alpha: by_seed(rows, sorter, metric) for alpha, rows in by_alpha.items()}
                 plots.estimates(panel, values, **style)
@@ -136,7 +136,7 @@ def against_alpha(study: Study) -> Figure:
                 plots.estimates(row[1], {alpha: difference(rows, sorter) for alpha, rows in by_alpha.items()}, **style)
         row[1].axhline(0, **plots.GREY)
         plots.log_ticks(row[3].yaxis)
-        row[0].set_ylabel(names.task_name(task))
+        row[0].set_ylabel(task_name(task))
     for panel in axes[-1]:
         plots.log_x(panel, alphas, "alpha (more skew →)", labelrotation=60)
         panel.set_xlim(max(alphas) * 1.6, min(alphas) / 1.6)
@@ -152,7 +152,7 @@ def alpha_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, st
         distance, largest = (by_seed(some, PARTITION, measure).mean() for measure in (DISTANCE, LARGEST))
         skew = {"distance of mixes": f"{distance:.2f}", "largest class": f"{largest:.2f}"}
         for sorter in settings.sorters:
-            row = {"task": names.task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": names.sorter_label(sorter)}
+            row = {"task": task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": sorter_label(sorter)}
             row["train loss"] = text.mean_std(by_seed(some, sorter), 5, ddof=1)
             row["against D-RR (%)"] = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
             row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)

@@ -97,16 +97,8 @@ def sgd_epoch(problem: Problem, weights: Tensor, visits: Tensor, rate: float) ->
     [replicas, steps, batch, dim].
     """
     gradients = torch.empty(*visits.shape, weights.shape[1], dtype=torch.float64)
-    _epoch(
-        KINDS.index(problem.kind),
-        problem.features.numpy(),
-        problem.labels.numpy(),
-        problem.ridge,
-        visits.contiguous().numpy(),
-        rate,
-        weights.numpy(),
-        gradients.numpy(),
-    )
+    tensors = (problem.features, problem.labels, visits.contiguous(), weights, gradients)
+    _epoch(KINDS.index(problem.kind), problem.ridge, rate, *(tensor.numpy() for tensor in tensors))
     return gradients
 
 
@@ -121,7 +113,7 @@ def _slope(kind, z, y):
 
 
 @njit(cache=True, nogil=True)
-def _epoch(kind, features, labels, ridge, visits, rate, weights, gradients):
+def _epoch(kind, ridge, rate, features, labels, visits, weights, gradients):
     replicas, steps, batch = visits.shape
     dim = weights.shape[1]
     total = np.empty(dim)

@@ -88,8 +88,7 @@ def _draw_curve(panel: Axes, gaps: Gaps, x: str, sorter: str) -> None:
 def _draw_exponent(panel: Axes, gaps: Gaps, x: str, sorter: str, y: float, marker: str) -> None:
     value, settled = estimate(gaps.exponents(x, sorter)), not gaps.unsettled(x, sorter)
     colour = sorter_style(sorter)["color"]
-    if np.isfinite(value.low):
-        panel.plot([value.low, value.high], [y, y], color=colour, lw=1.2)
+    plots.interval(panel, value, y, color=colour, lw=1.2)
     panel.plot(value.mean, y, marker, ms=4.5, mfc=colour if settled else "white", mec=colour, ls="none")
 
 

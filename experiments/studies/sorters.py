@@ -105,7 +105,6 @@ def differences(study: Study) -> Figure:
 
 def _draw(panel: Axes, values: Series, row: int, colour: str) -> None:
     value = estimate(values)
-    if np.isfinite(value.low):
-        panel.plot([value.low, value.high], [row, row], color=colour, lw=2.2, solid_capstyle="butt")
+    plots.interval(panel, value, row, color=colour, lw=2.2, solid_capstyle="butt")
     panel.plot(value.mean, row, "|", color=colour, ms=11, mew=2.2)
     panel.plot(values, np.full(len(values), row), "o", ms=2.6, mfc="white", mec=colour, mew=0.7)

@@ -22,8 +22,6 @@ from experiments.studies.base import Part
 from experiments.studies.sparsifiers import (
     DENSE,
     OURS,
-    PUBLISHED,
-    RESNET,
     TOPK,
     TRAINED_DENSITY,
     layered,
@@ -63,7 +61,7 @@ def _cases(settings: DictConfig) -> Iterator[tuple]:
     for density, workers in product(densities, settings.held_workers):
         yield "held", layered, OURS, workers, density, settings.held_dim, length
     for crowd, method in product(settings.crowds, (*methods, DENSE)):
-        some = length if method == PUBLISHED else 3 * LAST  # the paper's threshold is long on its way
+        some = length if method == sparsifiers.PUBLISHED else 3 * LAST  # the paper's threshold is long on its way
         yield "build-up", layered, method, crowd, densities[0], dim, some
     for rule in sparsifiers.RULES:
         yield "imbalance", even_layers, rule, *usual, dim, length
@@ -74,7 +72,7 @@ def _cases(settings: DictConfig) -> Iterator[tuple]:
 
 
 def _timings(settings: DictConfig, seed: int) -> Iterator[Part]:
-    timed = [method for method in settings.methods if method != PUBLISHED]  # which selects as `exdyna` does
+    timed = [method for method in settings.methods if method != sparsifiers.PUBLISHED]  # which selects as `exdyna` does
     for workers in settings.timed_workers:
         case = (workers, settings.densities[0])
         compute = partial(sparsifiers.selection_seconds, timed, *case, settings.timed_dim, seed)
@@ -85,7 +83,7 @@ def _trainings(settings: DictConfig, seed: int) -> Iterator[Part]:
     """The first two methods with all sorters, the others with the last one."""
     tasks = {task: (task, settings.trained, {}) for task in settings.tasks}
     if settings.resnet and "cifar10" in tasks:
-        tasks[RESNET] = ("cifar10", settings.resnet_trained, settings.resnet)
+        tasks[sparsifiers.RESNET] = ("cifar10", settings.resnet_trained, settings.resnet)
     for name, (task, methods, changes) in tasks.items():
         for method in methods:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:

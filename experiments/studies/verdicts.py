@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
 from experiments.report.statistics import Estimate, estimate
-from experiments.report.text import markdown, signed
+from experiments.report.text import signed, table
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 KEPT_ADVANTAGE = 0.8  # what an approximation keeps of the advantage over the baseline, at least
@@ -65,14 +65,11 @@ def threshold(least: float = -math.inf, most: float = math.inf) -> str:
     return f"≥ {signed(least)}" if math.isinf(most) else f"{signed(least)} … {signed(most)}"
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    return markdown(
-        [
-            {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [95 % interval]": verdict.measured}
-            | {"threshold": verdict.threshold, "note": verdict.note}
-            for verdict in verdicts
-        ]
-    )
+@table
+def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
+    for verdict in verdicts:
+        row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [95 % interval]": verdict.measured}
+        yield row | {"threshold": verdict.threshold, "note": verdict.note}
 
 
 def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
@@ -91,33 +88,33 @@ def _answer(measured: Estimate, **limits: float) -> str:
 # -- sorters compared seed by seed: the same data, split and partition, only the order differs -------------------------
 
 
-def select(table: DataFrame, **values: object) -> DataFrame:
+def select(rows: DataFrame, **values: object) -> DataFrame:
     """The rows that have these values in the columns of these names."""
     for column, value in values.items():
-        table = table[table[column] == value]
-    return table
+        rows = rows[rows[column] == value]
+    return rows
 
 
-def by_seed(table: DataFrame, sorter: str, metric: str = LOSS) -> Series:
+def by_seed(rows: DataFrame, sorter: str, metric: str = LOSS) -> Series:
     """One value per seed."""
-    return select(table, sorter=sorter).set_index("seed")[metric].sort_index()
+    return select(rows, sorter=sorter).set_index("seed")[metric].sort_index()
 
 
-def difference(table: DataFrame, sorter: str, other: str = BASELINE, metric: str = LOSS) -> Series:
+def difference(rows: DataFrame, sorter: str, other: str = BASELINE, metric: str = LOSS) -> Series:
     """sorter − other, per seed, in per cent of the baseline's mean: below 0 where `sorter` ends lower."""
-    scale = by_seed(table, BASELINE, metric).mean()
-    return 100 * (by_seed(table, sorter, metric) - by_seed(table, other, metric)) / scale
+    scale = by_seed(rows, BASELINE, metric).mean()
+    return 100 * (by_seed(rows, sorter, metric) - by_seed(rows, other, metric)) / scale
 
 
-def ends_lower(table: DataFrame, what: str, sorter: str, other: str = BASELINE) -> Verdict:
+def ends_lower(rows: DataFrame, what: str, sorter: str, other: str = BASELINE) -> Verdict:
     words = f"{what}: {sorter_label(sorter)} ends lower than {sorter_label(other)}"
-    return judge(words, difference(table, sorter, other), IN_PER_CENT, most=0.0)
+    return judge(words, difference(rows, sorter, other), IN_PER_CENT, most=0.0)
 
 
-def keeps_the_advantage(table: DataFrame, what: str, sorter: str) -> Verdict:
+def keeps_the_advantage(rows: DataFrame, what: str, sorter: str) -> Verdict:
     words = f"{what}: {sorter_label(sorter)} keeps four fifths of CD-GraB's advantage"
     unless = f"{sorter_label(OURS)} itself is not shown to end lower than D-RR"
-    return keeps(words, difference(table, BASELINE, sorter), difference(table, BASELINE, OURS), unless)
+    return keeps(words, difference(rows, BASELINE, sorter), difference(rows, BASELINE, OURS), unless)
 
 
 def keeps(words: str, after: Series, before: Series, unless: str) -> Verdict:
