@@ -19,16 +19,7 @@ from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import estimate
 from experiments.studies import sparsifiers
 from experiments.studies.base import Part
-from experiments.studies.sparsifiers import (
-    DENSE,
-    OURS,
-    TOPK,
-    TRAINED_DENSITY,
-    layered,
-    method_label,
-    task_label,
-    variant,
-)
+from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, layered, method_label, task_label
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, select
 
@@ -178,7 +169,8 @@ def _balance(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     rows = select(table, measure="imbalance")
     for before, rule in pairwise(sparsifiers.RULES):
         less, more = (settled_mean(select(rows, method=method), "imbalance") for method in (rule, before))
-        words = f"the {variant(rule)} rule loads workers more evenly than the {variant(before)} one"
+        names = [sparsifiers.variant(method) for method in (rule, before)]
+        words = f"the {names[0]} rule loads workers more evenly than the {names[1]} one"
         note = f"mean imbalance {less.mean():.2f} and {more.mean():.2f}, {settings.workers} workers, {len(less)} seeds"
         ratio = np.log((less / more).astype(float))
         yield judge(f"{words}: log ratio of the imbalance", ratio, note, most=0.0)
