@@ -12,12 +12,7 @@ LOSS, BOUND = "train_loss", "herding_per_step"
 ALONE = "grab_pair"  # one worker that holds the units of all: free to order them as it likes
 ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
 OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
-PUBLISHED_SORTERS = {
-    "CD-GraB": "cd_grab",
-    "D-RR": "d_rr",
-    "ID-GraB (Bal)": "id_grab_bal",
-    "ID-GraB (PairBal)": "id_grab_pair",
-}
+PUBLISHED_SORTERS = {LABELS[name]: name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
 COLOURS = {
     "cd_grab": "#c4322b",
     "d_rr": "#3465a4",

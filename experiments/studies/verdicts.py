@@ -60,6 +60,7 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
 
 
 def threshold(least: float = -math.inf, most: float = math.inf) -> str:
+    """≤ 1.1, ≥ 0.9 or 0.9 … 1.1"""
     if math.isinf(least):
         return f"≤ {signed(most)}"
     return f"≥ {signed(least)}" if math.isinf(most) else f"{signed(least)} … {signed(most)}"
