@@ -69,7 +69,7 @@ def estimates(panel: Axes, by_x: Mapping[float, Series], alpha: float = 0.15, **
 
 
 def interval(panel: Axes, value: Estimate, y: float, **style) -> None:
-    """A bar at height `y`, where one can be told."""
+    """A bar at height `y`; none where there is one seed only."""
     if np.isfinite(value.low):
         panel.plot([value.low, value.high], [y, y], **style)
 

@@ -73,7 +73,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     import pandas as pd
 
     ascending = pd.Series(p_values, dtype=float).fillna(1.0).sort_values()
-    return list((ascending * range(len(ascending), 0, -1)).clip(upper=1.0).cummax().sort_index())
+    return list((ascending * np.arange(len(ascending), 0, -1)).clip(upper=1.0).cummax().sort_index())
 
 
 def power_exponents(table: DataFrame, x: str, y: str) -> Series:

@@ -19,7 +19,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def table(rows: Callable[..., Iterator[dict[str, str]]]) -> Callable[..., str]:
-    """A function that yields the rows of a table gives all of it in Markdown."""
+    """Turns a function that yields the rows of a table into one that returns the table in Markdown."""
 
     @wraps(rows)
     def written(*arguments: object) -> str:
