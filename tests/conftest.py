@@ -136,8 +136,9 @@ def on_gpu():
 # With -n, pytest's processes take files one after the other. First those that take long, so that nobody waits for the
 # last one.
 LONGEST = (
-    *("test_figures", "test_processes", "test_studies", "test_studies_training", "test_study_sparsification"),
-    *("test_sparse_training", "test_runs", "test_examples", "test_config", "test_steps", "test_bench"),
+    *("test_processes", "test_figures", "test_studies", "test_examples", "test_resuming", "test_runs", "test_startup"),
+    *("test_sparse_training", "test_sparsify", "test_config", "test_study_sparsification", "test_bench", "test_steps"),
+    *("test_sorters", "test_fuzz", "test_structure", "test_study_herding", "test_verdicts", "test_study_scaling"),
 )
 
 
@@ -162,10 +163,11 @@ def spawned(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what the commands need, so that the real results/ stay untouched. Files keep their times, or else
-    compiled code would be made anew."""
+    """A copy of what the commands need, so that the real results/ stay untouched. The library, which keeps its compiled
+    code beside itself, is the same."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("cdgrab", "configs", "experiments", "scripts", "notebooks", "results/paper"):
+    (folder / "cdgrab").symlink_to(ROOT / "cdgrab")
+    for name in ("configs", "experiments", "scripts", "notebooks", "results/paper"):
         (folder / name).parent.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)
     return folder

@@ -104,7 +104,7 @@ def test_flips_are_counted_and_those_beyond_rounding_told_apart():
     assert flips.count_flips({"near": near}, all_alike) == {"signs": 2, "flips": 1, "flips_beyond": 0}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_launches_are_timed_apart():
     rows, running = torch.randn(4, 64, 62_006, device="cuda"), torch.zeros(1, 62_006, dtype=torch.float64).cuda()
     limits = torch.zeros(4, 64, dtype=torch.float64).cuda()

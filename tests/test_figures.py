@@ -268,7 +268,13 @@ DRAWN = {
 
 @pytest.fixture(scope="module")
 def reproduced(checkout):
-    """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs."""
+    """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs.
+    The LSTM reads little: scores for every word of a vocabulary would take longer than all the other runs."""
+    lstm = checkout / "configs" / "task" / "lstm_wiki2.yaml"
+    little = (
+        lstm.read_text().replace("chunk_length: 35 ", "chunk_length: 8 ").replace("test_chunks: null", "test_chunks: 8")
+    )
+    lstm.write_text(little)
     done = call(
         checkout,
         f"""
@@ -340,7 +346,7 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(repr
     assert row["data"].startswith("EMBEDDED: ") and row["paired t-test"] == "one seed"
 
 
-@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
     """Not only the run under way: a sweep that goes on unseen would train on code that is being edited."""
     command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]

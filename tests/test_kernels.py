@@ -151,7 +151,7 @@ def test_rows_that_cancel_are_ties(how, dim, workers, dtype, monkeypatch):
     assert_ties(module, "cpu", *cancelling_rows(72 // workers, workers, dim, dtype))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("workers, dim", [(64, 62_006), (16, 1_080_000), (4, 7_000_000)])
 def test_signs_on_a_gpu_are_those_of_float64_but_for_rounding_and_the_same_every_time(workers, dim):
     """Each is checked against the running sum that the earlier ones lead to."""

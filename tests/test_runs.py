@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -111,7 +110,7 @@ def test_another_run_in_the_same_folder_is_refused(finished, capsys):
 
 
 def test_killed_and_resumed_gives_the_same_metrics(tmp_path):
-    settings = ["epochs=60", "data=embedded"]
+    settings = ["epochs=30", "task.limit=400", "data=embedded"]
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "experiments.train", *settings, f"run_dir={folder}"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
@@ -120,7 +119,7 @@ def test_killed_and_resumed_gives_the_same_metrics(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     survived = len(read_metrics(folder / "metrics.jsonl"))
-    assert 3 <= survived < 60, "the run was to be killed in the middle"
+    assert 3 <= survived < 30, "the run was to be killed in the middle"
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 99, "tr')  # as if killed while writing
     run(folder, *settings, expect=2)  # an unfinished run is not overwritten by accident
@@ -144,28 +143,6 @@ def test_every_sorter_resumes_exactly(tmp_path, monkeypatch, sorter):
         patch.setattr(Trainer, "save", interrupted_after_two)
         assert len(run(tmp_path / "parts", *settings, expect=130)) == 2
     assert without_time(run(tmp_path / "parts", *settings, "resume=true")) == without_time(whole)
-
-
-def test_interrupting_says_how_to_go_on(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.train",
-        "data=embedded",
-        "epochs=100000",
-        "compile=off",
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    # Tests may run in the background of a shell, where Ctrl-C is ignored, also by whatever they start.
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
-    while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 2 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    printed = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert "resume=true" in printed and "Traceback" not in printed
-    assert read_manifest(tmp_path / "run")["status"] == "interrupted"
 
 
 def test_divergence_stops_and_keeps_what_was_good(tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_sums_in_segments_are_those_of_one_coordinate_after_the_other():
     assert torch.equal(sketch._in_segments(signed), sketch._one_by_one(signed))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dim, size", [(1000, 40), (1_080_000, 1024), (300, 1024)])
 def test_count_sketches_on_a_gpu_are_those_of_the_cpu_every_time(dim, size):
     rows = torch.randn(2, 5, dim)

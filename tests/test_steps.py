@@ -41,7 +41,7 @@ def both(overrides, device, block_steps, kept_steps=2):
 @pytest.mark.parametrize("task", TASKS)
 def test_captured_steps_equal_plain_ones(task, sorter, device):
     if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU here")
+        pytest.skip("needs a GPU")
     device = torch.device(device)
     trainer, plain, captured, pieces = both([*TASKS[task], f"sorter={sorter}"], device, block_steps=3)
     microbatch = trainer.microbatch
@@ -85,7 +85,7 @@ def test_captured_steps_hand_over_gradients_every_few_steps_and_keep_no_more():
             torch.testing.assert_close(torch.cat(pieces, dim=1), seen, rtol=0, atol=1e-14)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_on_a_gpu_gives_the_metrics_and_orders_of_a_cpu(task, tmp_path):
     overrides = [*TASKS[task], "data=embedded", "size=smoke", "epochs=2"]

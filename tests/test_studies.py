@@ -12,6 +12,7 @@ from functools import partial
 import nbformat
 import pytest
 from omegaconf import OmegaConf
+from synthetic_studies import TRAINING
 
 from cdgrab.errors import CdgrabError
 from experiments.store.files import ROOT
@@ -236,38 +237,62 @@ def test_results_that_lack_new_parts_are_not_finished(monkeypatch, tmp_path):
     assert len(collection.finished("herding")) == 1
 
 
-def call(checkout, *runs):
-    """Several runs of experiments.study in one process, since starting one takes seconds."""
-    code = f"from experiments.study import main; exit(max(main(arguments) for arguments in {list(runs)}))"
-    return subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=1800)
+STUDIES = {  # name: folder; those last whose verdicts take long, since every study judges the ones before again
+    **dict.fromkeys(TRAINING, "smoke-embedded"),
+    **dict.fromkeys(("herding", "rates"), "smoke"),
+}
 
 
-def test_studies_leave_results_executed_notebooks_figures_and_verdicts(checkout):
-    done = call(checkout, ["study=herding", "size=smoke"], ["study=rates", "size=smoke"])
+@pytest.fixture(scope="module")
+def studied(checkout):
+    """The folder, and what was said about all studies but one; in one process, since starting one takes seconds."""
+    runs = [[f"study={name}", "size=smoke", "data=embedded"] for name in STUDIES]
+    code = f"from experiments.study import main; exit(max(main(arguments) for arguments in {runs}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "study herding: 100%" in done.stderr
-    for name in ("herding", "rates"):
-        folder = checkout / "results" / "studies" / name / "smoke"
-        manifest = json.loads((folder / "manifest.json").read_text())
-        assert manifest["status"] == "finished" and manifest["settings"]["name"] == name
-        assert {"host", "versions", "commit", "started", "ended"} <= manifest.keys()
-        executed = nbformat.read(checkout / "results" / "notebooks" / f"study_{name}.ipynb", as_version=4)
-        outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
-        assert any("image/png" in output.get("data", {}) for output in outputs)
-        for suffix in ("png", "pdf"):
-            assert (checkout / "results" / "figures" / f"study_{name}-smoke.{suffix}").stat().st_size > 5000
+    return checkout, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_studies_leave_results_executed_notebooks_figures_and_verdicts(studied, name):
+    checkout, printed, progress = studied
+    assert f"study {name}: 100%" in progress
+    manifest = json.loads((checkout / "results" / "studies" / name / STUDIES[name] / "manifest.json").read_text())
+    assert manifest["status"] == "finished" and manifest["settings"]["name"] == name
+    assert {"host", "versions", "commit", "started", "ended"} <= manifest.keys()
+    assert all(source["embedded"] for source in manifest.get("data", {}).values())
+    executed = nbformat.read(checkout / "results" / "notebooks" / f"study_{name}.ipynb", as_version=4)
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    figure = f"study_{name}-{STUDIES[name]}"
+    for suffix in ("png", "pdf"):
+        assert (checkout / "results" / "figures" / f"{figure}.{suffix}").stat().st_size > 5000
+    sections = (checkout / "results" / "STUDIES.md").read_text().split("\n## ")
+    assert [section.partition(":")[0] for section in sections[1:]] == sorted(STUDIES)
+    section = next(section for section in sections if section.startswith(f"{name}: "))
+    table = section[section.index("| claim") :].partition("\n\n")[0]
+    assert table in printed and re.search(r"\*\*(holds|fails|undecided)\*\*", table)
+    assert "only shows that it runs" in section and f"{figure}.png)" in section
+
+
+def test_studies_that_train_say_on_what(studied):
+    checkout, _, _ = studied
     page = (checkout / "results" / "STUDIES.md").read_text()
-    sections = page.split("\n## ")
-    assert [section.partition(":")[0] for section in sections[1:]] == ["herding", "rates"]
-    for section in sections[1:]:
-        table = section[section.index("| claim") : section.index("\n\nsize smoke")]
-        assert table in done.stdout and re.search(r"\*\*(holds|fails|undecided)\*\*", table)
-        assert "only shows that it runs" in section and "-smoke.png)" in section
+    assert "(32 units, 2 epochs, 4 workers) · size smoke-embedded" in page and "(64 units, 2 epochs) · size" in page
+    assert page.count("EMBEDDED DATA: ") == len(TRAINING)
+    for name in TRAINING:
+        table = checkout / "results" / "figures" / f"study_{name}-smoke-embedded.md"
+        assert (
+            table.stat().st_size > 500
+            and json.loads((checkout / "results" / "studies" / name / "smoke-embedded" / "manifest.json").read_text())[
+                "data"
+            ]
+        )
 
 
-def test_the_collection_is_made_again_from_what_is_saved(checkout, monkeypatch):
+def test_the_collection_is_made_again_from_what_is_saved(studied, monkeypatch):
     """Without its own page, and with a larger size beside the smoke size."""
-    results = checkout / "results"
+    results = studied[0] / "results"
     page = results / "STUDIES.md"
     before = page.read_text()
     page.unlink()
@@ -278,5 +303,5 @@ def test_the_collection_is_made_again_from_what_is_saved(checkout, monkeypatch):
     manifest = results / "studies" / "herding" / "quick" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"size": "smoke"', '"size": "quick"'))
     text = collection.write_collection().read_text()
-    assert text.count("\n## herding") == 1 and "size quick" in text and text.count("size smoke") == 1
+    assert text.count("\n## herding") == 1 and "size quick" in text and text.count("\n\nsize smoke") == 1
     assert collection.best("herding").size == "quick"

@@ -1,18 +1,14 @@
-"""Studies that train: their runs are those of the suite, verdicts of made-up results, whole studies at smoke size."""
+"""Studies that train: their runs are those of the suite, verdicts of made-up results."""
 
-import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from synthetic_studies import TRAINING, answers_of, made_up, settings_of
+from synthetic_studies import answers_of, made_up, settings_of
 
 from cdgrab.errors import CdgrabError
 from experiments.report.names import sorter_label as label
 from experiments.report.statistics import holm, paired_p
-from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
 from experiments.studies import learning_rate, sorters
 from experiments.studies.training import outcome, overrides, train
@@ -141,43 +137,3 @@ def test_verdicts_of_learning_rates():
     assert measured.stable_rates("d_rr")[-1] == 2 and measured.stable_rates("cd_grab")[-1] == 5
     stopped = table.assign(epochs_done=table["epochs_done"].where(table["rate"] != 0.2, 1))
     assert learning_rate.RateSweep(stopped, settings, "lr_hmda", "sgd").stable_rates("cd_grab") == [0.01, 0.05]
-
-
-# -- whole studies ----------------------------------------------------------------------------------------------------
-
-RUN_ALL = """
-import json, sys
-from pathlib import Path
-import matplotlib; matplotlib.use("agg")
-from experiments.studies.base import carry_out, compose_study
-from experiments.studies.collection import write_collection
-for name in sys.argv[1:]:
-    carry_out(compose_study([f"study={name}", "size=smoke", "data=embedded"]))
-    cells = json.loads(Path(f"notebooks/study_{name}.ipynb").read_text())["cells"]
-    names = {}
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
-write_collection()
-"""
-
-
-def test_studies_run_offline_and_their_notebooks_draw(tmp_path):
-    """Cell by cell in one process: a kernel for each would take longer than everything else."""
-    for name in ("cdgrab", "configs", "experiments", "scripts", "notebooks"):
-        subprocess.run(["cp", "-a", str(ROOT / name), str(tmp_path / name)], check=True)
-    (tmp_path / "results").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, *TRAINING], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "results" / "STUDIES.md").read_text()
-    for name in TRAINING:
-        folder = tmp_path / "results" / "studies" / name / "smoke-embedded"
-        manifest = json.loads((folder / "manifest.json").read_text())
-        assert manifest["status"] == "finished" and all(source["embedded"] for source in manifest["data"].values())
-        assert f"## {name}: " in page and f"study_{name}-smoke-embedded.png" in page
-        for suffix in ("png", "pdf", "md"):
-            assert (tmp_path / "results" / "figures" / f"study_{name}-smoke-embedded.{suffix}").stat().st_size > 500
-    assert "(32 units, 2 epochs, 4 workers) · size smoke-embedded" in page and "(64 units, 2 epochs) · size" in page
-    assert page.count("EMBEDDED DATA: ") == len(TRAINING) and "only shows that it runs" in page
