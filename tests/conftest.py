@@ -23,7 +23,7 @@ from cdgrab import streams
 from cdgrab.balance import kernels, reference
 from experiments.store.files import ROOT
 
-settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("reproducible")
 torch.set_num_threads(1)
 

@@ -15,7 +15,8 @@ from experiments.training.steps import CapturedSteps, Steps
 TASKS = {
     "lr_hmda": ["task=lr_hmda", "workers=4"],  # several units a step
     "mlp_m4": ["task=mlp_m4", "workers=8", "task.batch=8", "task.dtype=float64"],
-    "lstm_wiki2": ["task=lstm_wiki2", "workers=2", "task.dtype=float64"],  # carries, backward passes, clipping
+    # carries, backward passes, clipping
+    "lstm_wiki2": ["task=lstm_wiki2", "workers=2", "task.dtype=float64", "task.chunk_length=8", "task.hidden=8"],
     "cifar10": ["task=cifar10", "workers=4", "task.batch=16", "task.dtype=float64"],
 }
 TASKS["sparse"] = [*TASKS["mlp_m4"], "sparsifier=exdyna", "sparsifier.density=0.1"]
