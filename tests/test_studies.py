@@ -103,23 +103,19 @@ def slow(seconds):
     return {"x": [seconds]}
 
 
-def test_what_is_done_does_not_wait_for_what_takes_longer(tmp_path, monkeypatch):
-    study, seconds = small(tmp_path), (60.0, 0.0, 0.01)
-    parts = [Part({"part": number}, partial(slow, duration)) for number, duration in enumerate(seconds)]
-    monkeypatch.setattr(Study, "parts", lambda self: parts)
-    with pytest.raises(KeyboardInterrupt):
-        carry_out(study, interrupted_after(2), jobs=2)
-    assert sorted(line["part"] for line in read_lines(study.metrics_path)) == [1, 2]
-    parts[0] = Part({"part": 0}, partial(slow, 0.0))
-    carry_out(study)
-    assert [line["part"] for line in read_lines(study.metrics_path)] == [0, 1, 2]
-
-
-def test_several_parts_at_a_time_give_the_same_results(tmp_path):
+def test_several_parts_at_a_time_give_the_same_results_and_do_not_wait_for_each_other(tmp_path, monkeypatch):
     one, two = small(tmp_path / "one"), small(tmp_path / "two")
     carry_out(one)
-    carry_out(two, jobs=2)
-    assert without_seconds(two.metrics_path) == without_seconds(one.metrics_path)
+    expected, key = without_seconds(one.metrics_path), one.parts()[0].key | {"seed": 99}
+    parts = [Part(key, partial(slow, 60.0)), *one.parts()]
+    monkeypatch.setattr(Study, "parts", lambda self: parts)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(two, interrupted_after(len(expected)), jobs=2)
+    assert sorted(without_seconds(two.metrics_path), key=str) == sorted(expected, key=str)
+    parts[0] = Part(key, partial(slow, 0.0))
+    carry_out(two)
+    first, *others = without_seconds(two.metrics_path)
+    assert first["seed"] == 99 and others == expected
 
 
 def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
