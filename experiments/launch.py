@@ -93,7 +93,7 @@ def through_hydra(arguments: list[str]) -> tuple[list[list[str]], int]:
         jobs = config.jobs
         overrides = list(HydraConfig.get().overrides.task)
         if "submitit" in HydraConfig.get().launcher._target_:
-            if status := launch(prepare(overrides)):
+            if status := launch([prepare(overrides)])[0]:
                 raise SystemExit(status)
         else:
             wanted.append(overrides)

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")
         return 0
-    return session.exit_status(lambda: session.carry_out(compose(arguments)))
+    return session.exit_status(lambda: session.carry_out(compose(arguments))[0])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from experiments.store.files import ROOT
 from experiments.tasks import make_task
 from experiments.training.clock import Clock
 from experiments.training.config import compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 
 TWO_STEPS = ["task=lr_hmda", "data=embedded", "sorter=cd_grab", "workers=4", "task.batch=16", "task.limit=32"]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("cdgrab", "experiments"))
@@ -50,13 +50,13 @@ def walk(function: Callable[[], object]) -> list[str]:
 def two_steps() -> tuple[list[str], list[str]]:
     """The walk of two training steps, and that of the order that follows from them."""
     run, device = compose(TWO_STEPS), torch.device("cpu")
-    trainer = Trainer(run, make_task(run.config, run.source, device), WorkerGroup(4), device)
+    trainer = alone(run, make_task(run.config, run.source, device), WorkerGroup(4), device)
     assert trainer.steps == 2
     bar = tqdm(disable=True)
     for epoch in range(2):  # the first one warms up
-        order, clock, trainer.position = trainer.sorter.order(epoch), Clock(), 0
+        order, clock, trainer.position = trainer.members[0].sorter.order(epoch), Clock(), 0
         steps = walk(lambda: trainer.train_epoch(order, clock, bar))  # noqa: B023
-    return steps, walk(lambda: trainer.sorter.order(2))
+    return steps, walk(lambda: trainer.members[0].sorter.order(2))
 
 
 def main() -> None:

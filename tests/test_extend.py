@@ -22,7 +22,7 @@ from experiments.studies import base as studies
 from experiments.studies import sorters
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import choices, compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from experiments.training.runlog import RunLog
 
 SMALL = ["task=lr_hmda", "data=embedded", "workers=2", "task.batch=4", "task.limit=30", "compile=off", "epochs=3"]
@@ -61,10 +61,11 @@ def trained(folder, *settings):
 def stopped_and_resumed(folder, *settings):
     """Stopped in the second epoch, after one step of it."""
     calls, made = count(1), trainer([*settings, "checkpoint.every_steps=1", f"run_dir={folder}"])
-    log = RunLog(made.run, active=True)
-    log.begin(made.run, made.task.rows, made.sizes, 1, torch.device("cpu"))
+    member = made.members[0]
+    log = member.log = RunLog(member.run, active=True)
+    log.begin(member.run, made.task.rows, member.sizes, 1, torch.device("cpu"))
     with pytest.raises(Stopped):
-        made.fit(log, quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == made.steps + 1))
+        made.fit(stop=lambda: signal.SIGTERM * (next(calls) == made.steps + 1))
     log.finish("stopped")
     assert made.epochs_done == 1 and 0 < made.position < made.units
     return trained(folder, *settings, "resume=true")
@@ -73,7 +74,7 @@ def stopped_and_resumed(folder, *settings):
 def trainer(settings):
     run = compose(settings)
     task = make_task(run.config, run.source, torch.device("cpu"))
-    return Trainer(run, task, WorkerGroup(run.config.workers), torch.device("cpu"))
+    return alone(run, task, WorkerGroup(run.config.workers), torch.device("cpu"))
 
 
 class ByHand:
@@ -83,7 +84,7 @@ class ByHand:
         made = trainer(settings)
         self.task, self.owned, self.lr = made.task, made.owned, made.config.task.lr
         self.microbatch, self.units = made.microbatch, made.units
-        self.first_order = made.sorter.order(0)
+        self.first_order = made.members[0].sorter.order(0)
         self.weights = torch.zeros(made.flat.dim, dtype=torch.float64)
         self.velocity = torch.zeros_like(self.weights)
 
@@ -195,7 +196,7 @@ def test_a_task_of_ones_own_needs_only_what_differs(recipe, tmp_path):
     model = task.model.requires_grad_()  # an ordinary loop over the first order
     optimiser, made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), trainer(settings)
     points, labels = task.data["train"]
-    visits = made.owned.gather(1, made.sorter.order(0))
+    visits = made.owned.gather(1, made.members[0].sorter.order(0))
     for start in range(0, made.units, made.microbatch):
         batch = visits[:, start : start + made.microbatch].flatten()
         optimiser.zero_grad()

@@ -346,26 +346,28 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(repr
     assert row["data"].startswith("EMBEDDED: ") and row["paired t-test"] == "one seed"
 
 
-@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_ends_the_whole_sweep(checkout, number, jobs):
-    """Not only the run under way: a sweep that goes on unseen would train on code that is being edited."""
+@pytest.mark.parametrize(
+    ("number", "jobs", "replicas", "under_way"), [(signal.SIGINT, 1, "1", 1), (signal.SIGTERM, 2, "auto", 3)]
+)
+def test_a_signal_ends_the_whole_sweep(checkout, number, jobs, replicas, under_way):
+    """Not only the runs under way: a sweep that goes on unseen would train on code that is being edited."""
     command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]
-    command += ["compile=off", f"jobs={jobs}"]
+    command += ["compile=off", f"jobs={jobs}", f"replicas={replicas}"]
     runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
     process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
     try:
-        while len(list(runs.glob("*/metrics.jsonl"))) < jobs and process.poll() is None:
+        while len(list(runs.glob("*/metrics.jsonl"))) < under_way and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(timeout=60) == STATUS[number]
-        _nobody_trains_on(runs, jobs)
+        _nobody_trains_on(runs, under_way)
     finally:
         process.kill()
         shutil.rmtree(runs)
 
 
-def _nobody_trains_on(runs, jobs):
-    assert sorted(path.name for path in runs.iterdir()) == [f"cd_grab-s{seed}" for seed in range(jobs)]
+def _nobody_trains_on(runs, under_way):
+    assert sorted(path.name for path in runs.iterdir()) == [f"cd_grab-s{seed}" for seed in range(under_way)]
     lengths = [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()]
     time.sleep(1)
     assert [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()] == lengths, "a rank is still training"

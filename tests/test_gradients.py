@@ -107,7 +107,7 @@ def optimiser_config(**changes):
 def test_optimiser_equals_torch_over_a_hundred_steps(config, make_torch, traced):
     start = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = start.clone(), start.clone().requires_grad_()
-    optimiser, reference = Optimiser(config, 10, 10, ours, traced), make_torch(theirs)
+    optimiser, reference = Optimiser([config], 10, 10, ours, traced), make_torch(theirs)
     for _ in range(100):
         theirs.grad = theirs.detach() ** 3 - 1.0
         with torch.no_grad():
@@ -128,7 +128,7 @@ def test_optimiser_equals_torch_over_a_hundred_steps(config, make_torch, traced)
 def test_schedules_change_the_rate_at_the_right_step(schedule, rate, traced):
     parameters = torch.zeros(1, dtype=torch.float64)
     config = optimiser_config(momentum=0.0, weight_decay=0.0, schedule=schedule)
-    optimiser = Optimiser(config, steps_per_epoch=3, epochs=5, parameters=parameters, compiled=traced)
+    optimiser = Optimiser([config], steps_per_epoch=3, epochs=5, parameters=parameters, compiled=traced)
     for step in range(15):
         with torch.no_grad():
             gradient = torch.ones(1, dtype=torch.float64)

@@ -189,7 +189,7 @@ def test_bad_settings_get_one_sentence(root, change, message):
 def test_clipping_equals_torch_over_a_hundred_steps(clip, traced):
     start = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = start.clone(), start.clone().requires_grad_()
-    optimiser = Optimiser(OmegaConf.create(SGD | {"clip": clip}), 10, 10, ours, traced)
+    optimiser = Optimiser([OmegaConf.create(SGD | {"clip": clip})], 10, 10, ours, traced)
     reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
     lengths = set()
     for _ in range(100):

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdgrab.errors import Stopped
+from cdgrab.errors import Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
 from experiments import train
 from experiments.store import checkpoint
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
-from experiments.training import session, signals
+from experiments.training import session, signals, snapshot
 from experiments.training.config import compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from experiments.training.runlog import RunLog
 
 SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
@@ -51,9 +51,15 @@ class Log:
 def trainer(settings, folder):
     run = compose([*SMALL, *settings, f"run_dir={folder}"])
     folder.mkdir(exist_ok=True)
-    made = Trainer(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
-    made.load()
+    made = alone(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
+    if saved := snapshot.load(run, WorkerGroup(4), warn):
+        made.load_state_dicts([saved])
     return made
+
+
+def fit(made, log, stop=lambda: 0):
+    made.members[0].log = log
+    made.fit(stop=stop)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,13 +68,13 @@ def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
     are torn apart too."""
     settings = CASES[case]
     whole, pieces = Log(), Log()
-    trainer(settings, tmp_path / "whole").fit(whole, quiet=True)
+    fit(trainer(settings, tmp_path / "whole"), whole)
     stops, inside = 0, 0
     for every in cycle(("3", "5", "null", "4")):
         calls = count(1)
         going_on = trainer([*settings, f"checkpoint.every_steps={every}"], tmp_path / "pieces")
         try:
-            going_on.fit(pieces, quiet=True, stop=lambda calls=calls: signal.SIGTERM * (next(calls) == 2))
+            fit(going_on, pieces, lambda calls=calls: signal.SIGTERM * (next(calls) == 2))
             break
         except Stopped as stop:
             assert stop.number == signal.SIGTERM and "stopped after" in str(stop)
@@ -79,18 +85,18 @@ def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
 def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
     settings, calls, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3"], count(1), Log()
     stopped, other = trainer(settings, tmp_path / "one"), trainer(settings, tmp_path / "other")
-    trainer(settings, tmp_path / "whole").fit(whole, quiet=True)
+    fit(trainer(settings, tmp_path / "whole"), whole)
     with pytest.raises(Stopped):
-        stopped.fit(Log(), quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == 7))
-    state, rest = stopped.state_dict(), Log()
+        fit(stopped, Log(), lambda: signal.SIGTERM * (next(calls) == 7))
+    (state,), rest = stopped.state_dicts(), Log()
     before = other.loop.parameters.clone()
     for wrong in ({"position": -1}, {"epochs_done": 4}, {"parameters": torch.zeros(3)}, {"optimiser": []}):
         with pytest.raises(TypeError, match="not the state of such a run"):
-            other.load_state_dict(state | wrong)
+            other.load_state_dicts([state | wrong])
     assert torch.equal(other.loop.parameters, before) and not other.position  # a refused state changes nothing
-    other.load_state_dict(state)
+    other.load_state_dicts([state])
     assert other.epochs_done == 1 and 0 < other.position < other.units
-    other.fit(rest, quiet=True)
+    fit(other, rest)
     assert rest.lines == whole.lines[1:]
 
 
@@ -98,7 +104,7 @@ def test_checkpoints_on_the_way_change_nothing(tmp_path):
     logs = []
     for name, every in (("none", "null"), ("some", "5")):
         logs.append(Log())
-        trainer([*CASES["cd_grab"], f"checkpoint.every_steps={every}"], tmp_path / name).fit(logs[-1], quiet=True)
+        fit(trainer([*CASES["cd_grab"], f"checkpoint.every_steps={every}"], tmp_path / name), logs[-1])
     assert logs[0].lines == logs[1].lines
 
 
@@ -160,11 +166,11 @@ def halted(folder):
     calls = count(1)
     run = compose([*SHORT, f"run_dir={folder}"])
     folder.mkdir()
-    made = Trainer(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
+    made = alone(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
     run_log = RunLog(run, active=True)
-    run_log.begin(run, made.task.rows, made.sizes, 1, torch.device("cpu"))
+    run_log.begin(run, made.task.rows, made.members[0].sizes, 1, torch.device("cpu"))
     with pytest.raises(Stopped):
-        made.fit(run_log, quiet=True, stop=lambda: signal.SIGTERM * (next(calls) == 12))
+        fit(made, run_log, lambda: signal.SIGTERM * (next(calls) == 12))
     run_log.finish("stopped")
     return {path: path.read_bytes() for path in folder.iterdir()}
 
@@ -237,7 +243,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     made = session.build_trainer(run, WorkerGroup(4), torch.device("cpu"))
     with pytest.raises(Stopped):
-        made.fit(Log(), quiet=True, stop=lambda: signal.SIGTERM)
+        fit(made, Log(), lambda: signal.SIGTERM)
     with open(books / "two.txt", "a") as file:
         file.write("One line more .\n")
     assert train.main(settings) == 2

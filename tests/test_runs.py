@@ -20,7 +20,7 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training.clock import PHASES
 from experiments.training.config import compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import Trainer, alone
 
 
 def run(folder, *settings, expect=0):
@@ -60,11 +60,11 @@ def test_metrics_equal_an_independent_training_loop(tmp_path):
     lines = run(tmp_path / "run", "epochs=3", "workers=2", "task.batch=6")
     config = compose(["data=embedded", "workers=2", "task.batch=6"])
     task = make_task(config.config, config.source, torch.device("cpu"))
-    owned = Trainer(config, task, WorkerGroup(2), torch.device("cpu")).owned
+    owned = alone(config, task, WorkerGroup(2), torch.device("cpu")).owned
     model = task.model
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     bce = torch.nn.functional.binary_cross_entropy_with_logits
-    sorter_order = Trainer(config, task, WorkerGroup(2), torch.device("cpu")).sorter.order(0).tolist()
+    sorter_order = alone(config, task, WorkerGroup(2), torch.device("cpu")).members[0].sorter.order(0).tolist()
     for line in lines:
         seen = [[], []]
         for start in range(0, 795, 3):
@@ -211,7 +211,7 @@ def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch)
     """D-RR's step function returns no unit gradients, and its sorter is told nothing."""
     config = compose(["data=embedded", "sorter=d_rr"])
     task = make_task(config.config, config.source, torch.device("cpu"))
-    trainer = Trainer(config, task, WorkerGroup(4), torch.device("cpu"))
+    trainer = alone(config, task, WorkerGroup(4), torch.device("cpu"))
     batch = task.fetch("train", trainer.owned[:, :4])
     parameters = trainer.loop.parameters
     assert trainer.gradients(parameters, *batch)[0].numel() == 0

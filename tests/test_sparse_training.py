@@ -14,7 +14,7 @@ from experiments.store.files import ROOT
 from experiments.store.records import read_manifest
 from experiments.tasks import TASKS, make_task
 from experiments.training.config import compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import Trainer, alone
 
 
 def test_metrics_equal_an_independent_training_loop_whose_sorter_sees_raw_gradients(tmp_path):
@@ -23,8 +23,8 @@ def test_metrics_equal_an_independent_training_loop_whose_sorter_sees_raw_gradie
     lines = run(tmp_path / "run", "epochs=2", *settings)
     config = compose(["data=embedded", *settings])
     task = make_task(config.config, config.source, torch.device("cpu"))
-    trainer = Trainer(config, task, WorkerGroup(2), torch.device("cpu"))
-    owned, order, dim = trainer.owned, trainer.sorter.order(0).tolist(), trainer.flat.dim
+    trainer = alone(config, task, WorkerGroup(2), torch.device("cpu"))
+    owned, order, dim = trainer.owned, trainer.members[0].sorter.order(0).tolist(), trainer.flat.dim
     parameters, momentum = trainer.loop.parameters.clone(), torch.zeros(dim, dtype=torch.float64)
     oracle = oracles.Oracle(oracles.topk, 2, dim, 0.1)
     bce = torch.nn.functional.binary_cross_entropy_with_logits
@@ -98,7 +98,7 @@ def test_resumes_exactly(tmp_path, monkeypatch, sparsifier):
 def test_deft_takes_the_models_layers():
     found = compose(["data=embedded", "sparsifier=deft"])
     task = make_task(found.config, found.source, torch.device("cpu"))
-    trainer = Trainer(found, task, WorkerGroup(4), torch.device("cpu"))
+    trainer = alone(found, task, WorkerGroup(4), torch.device("cpu"))
     assert trainer.sparse_mean.sparsifier.layers == [p.numel() for p in task.model.parameters()]
 
 

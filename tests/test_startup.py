@@ -14,7 +14,7 @@ from experiments.store.files import ROOT
 from experiments.tasks import make_task
 from experiments.training.config import compose
 from experiments.training.gradients import FlatParameters, gradient_function
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from experiments.training.tracing import recorded
 
 
@@ -31,7 +31,7 @@ def test_steps_are_recorded_as_make_fx_does(settings):
     run = compose(["data=embedded", *settings])
     cpu = torch.device("cpu")
     task = make_task(run.config, run.source, cpu)
-    trainer = Trainer(run, task, WorkerGroup(run.config.workers), cpu)
+    trainer = alone(run, task, WorkerGroup(run.config.workers), cpu)
     compute = gradient_function(task, FlatParameters(task.model), per_unit=True)
     inputs = trainer.loop.parameters, *task.fetch("train", trainer.owned[:, :2])
     with torch.no_grad():

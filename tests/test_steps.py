@@ -9,7 +9,7 @@ from experiments.store.records import read_metrics
 from experiments.tasks import make_task
 from experiments.training.clock import Clock
 from experiments.training.config import compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from experiments.training.steps import CapturedSteps, Steps
 
 TASKS = {
@@ -28,8 +28,8 @@ def both(overrides, device, block_steps, kept_steps=2):
     made, pieces = [], []
     for kind in (Steps, CapturedSteps):
         task = make_task(run.config, run.source, device)
-        trainer = Trainer(run, task, WorkerGroup(run.config.workers), device)
-        parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.loop.parameters, run.config.workers)
+        trainer = alone(run, task, WorkerGroup(run.config.workers), device)
+        parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.loop.parameters, trainer.loop.first_carry)
         parts += (trainer.sparse_mean,)
         observe = (lambda some: pieces.append(some.clone())) if trainer.per_unit else None
         options = {"block_steps": block_steps, "kept_steps": kept_steps, "observe": observe}

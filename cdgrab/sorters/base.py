@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cdgrab import streams
 from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
 
@@ -146,7 +146,7 @@ class Sorter(WorkerState):
             expected = f"go on from {self.position} and end before {self.units}"
             raise CdgrabError(f"positions must {expected}, got {_brief(positions)}")
         if not gradients.is_floating_point() or not (unseen or all_finite(gradients)):
-            raise CdgrabError(f"gradients at positions {_brief(positions)} are not finite floating-point numbers")
+            raise NotFiniteError(f"gradients at positions {_brief(positions)} are not finite floating-point numbers")
 
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:

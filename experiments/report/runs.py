@@ -137,8 +137,10 @@ class Group(Runs):
 
     @property
     def timed(self) -> bool:
-        """Whether the seconds mean anything: runs that shared a GPU took turns on it."""
-        return all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
+        """Whether the seconds mean anything: runs that shared a GPU took turns on it, and runs that trained together
+        have only the group's."""
+        alone = all(m.get("replicas", 1) == 1 for m in self.manifests)
+        return alone and all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
 
     @property
     def columns(self) -> str:
@@ -207,8 +209,10 @@ def _size(manifests: list[dict]) -> str:
 def _machine(manifests: list[dict]) -> str:
     """What the times were measured on, and whether runs had to share it."""
     devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
-    most = max(map(_jobs, manifests))
-    return ", ".join(devices) + (f", up to {most} runs at a time" if most > 1 else "")
+    most, together = max(map(_jobs, manifests)), max(m.get("replicas", 1) for m in manifests)
+    at_a_time = f", up to {most} runs at a time" if most > 1 else ""
+    as_one = f", up to {together} runs trained together: no times" if together > 1 else ""
+    return ", ".join(devices) + at_a_time + as_one
 
 
 def _jobs(manifest: dict) -> int:

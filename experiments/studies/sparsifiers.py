@@ -216,4 +216,6 @@ def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[st
 
 
 def _match_density(trainer: Trainer) -> None:
-    trainer.loop.averager = trainer.sparse_mean = MatchedMean(trainer.sparse_mean.sparsifier)
+    trainer.loop.averager = trainer.sparse_mean = trainer.members[0].sparse_mean = MatchedMean(
+        trainer.sparse_mean.sparsifier
+    )

@@ -25,7 +25,7 @@ from experiments.tasks.base import Task
 from experiments.training.clock import Clock
 from experiments.training.config import Run, compose
 from experiments.training.launcher import torchrun
-from experiments.training.loop import Trainer
+from experiments.training.loop import Trainer, alone
 from experiments.training.memory import keep_freed_memory
 
 SORTERS = ("d_rr", "cd_grab")
@@ -52,7 +52,7 @@ def make_trainer(run: Run, task: Task | None = None) -> Trainer:
     torch.set_num_threads(run.config.threads)
     device = workers.pick_device(run.config.device)
     task = task or make_task(run.config, run.source, device)
-    return Trainer(run, task, workers.connect(run.config.workers), device)
+    return alone(run, task, workers.connect(run.config.workers), device)
 
 
 def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) -> tuple[Tensor, dict]:
@@ -63,7 +63,7 @@ def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) 
     start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
     trainer.position = 0
     trainer.train_epoch(order, clock, tqdm(disable=True))
-    order = trainer.sorter.order(epoch + 1)
+    order = trainer.members[0].sorter.order(epoch + 1)
     wait()
     clock.lap("ordering")
     trainer.group.barrier()
@@ -77,7 +77,7 @@ def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
     runs = {sorter: compose([*settings, f"sorter={sorter}"]) for sorter in SORTERS}
     some = make_trainer(runs["d_rr"])
     trainers = {"d_rr": some, "cd_grab": make_trainer(runs["cd_grab"], some.task)}
-    orders = {sorter: trainer.sorter.order(0) for sorter, trainer in trainers.items()}
+    orders = {sorter: trainer.members[0].sorter.order(0) for sorter, trainer in trainers.items()}
     found, epoch, wait = {sorter: [] for sorter in SORTERS}, 0, finish_on(some.device.type)
     with torch.no_grad():
         while epoch <= epochs:
@@ -94,7 +94,7 @@ def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
         for times, cpu_seconds in zip(found[sorter], some.group.all_reduce(of_this).tolist(), strict=True):
             times["cpu_seconds"] = cpu_seconds
     what = {"workers": some.config.workers, "steps": some.steps, "dim": some.flat.dim}
-    return found | {"what": what | {"data": some.run.source.description, "bytes_per_step": sent}}
+    return found | {"what": what | {"data": some.members[0].run.source.description, "bytes_per_step": sent}}
 
 
 def _most_sent(group: workers.WorkerGroup) -> int:

@@ -21,7 +21,7 @@ from cdgrab.runtime.group import WorkerGroup, pick_device
 from experiments.studies.base import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
-from experiments.training.loop import Trainer
+from experiments.training.loop import Trainer, alone
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
@@ -50,12 +50,13 @@ def train(run_overrides: list[str], seed: int, prepare: Callable[[Trainer], None
     with tempfile.TemporaryDirectory() as folder:
         run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
         device = pick_device(run.config.device)
-        trainer = Trainer(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
+        trainer = alone(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
         if prepare:
             prepare(trainer)
-        log = _Epochs(trainer.evaluate())
+        (member,) = trainer.members
+        log = member.log = _Epochs(member.evaluate(trainer.loop.parameters))
         with contextlib.suppress(DivergedError):
-            trainer.fit(log, quiet=True)
+            trainer.fit()
     return log.epochs
 
 
@@ -104,3 +105,6 @@ class _Epochs:
 
     def record(self, metrics: dict) -> None:
         self.epochs.append(metrics)
+
+    def finish(self, status: str, reason: str | None = None) -> None:
+        pass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from types import ModuleType
 
@@ -37,8 +38,11 @@ class Task:
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
 
-    data: dict[str, tuple[Tensor, ...]]  # of the splits train and test, tensors [units, ...]
+    data: dict[str, tuple[Tensor, ...]]  # of the splits train and test, tensors [units, ...]: what `fetch` draws on
     model: nn.Module
+    # Like `loss` for n workers with parameters of their own: the first dimension of everything is n. For tasks that are
+    # trained by backward passes: the workers of several runs then take one pass on a GPU.
+    losses: Callable[..., tuple[Tensor, tuple]] | None = None
     train_labels: Tensor | None = None  # classes of the training units, where they have any
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:
@@ -150,6 +154,29 @@ class Classification(Task):
             "test_loss": test["loss"] / test["count"],
             "test_accuracy": 100.0 * test["correct"] / test["count"],
         }
+
+
+def joined(tasks: Sequence[Task]) -> tuple[Task, list[int]]:
+    """One task that fetches the training units of all, and the number at which each one's units begin there.
+
+    Seeds may split the data differently. Where they don't, all share that of the first."""
+    first = tasks[0]
+    columns = [task.data["train"] for task in tasks] if len(tasks) > 1 else [()]
+    if all(same_tensors(column, columns[0]) for column in columns[1:]):
+        for task in tasks[1:]:
+            task.data = first.data
+        return first, [0] * len(tasks)
+    everything = copy(first)
+    everything.data = {"train": tuple(map(torch.cat, zip(*columns, strict=True)))}
+    offsets = [number * first.train_units for number in range(len(tasks))]
+    for task, offset in zip(tasks, offsets, strict=True):  # held once
+        part = tuple(tensor[offset : offset + first.train_units] for tensor in everything.data["train"])
+        task.data = task.data | {"train": part}
+    return everything, offsets
+
+
+def same_tensors(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(one is other or torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def add_totals(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

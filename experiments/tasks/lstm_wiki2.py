@@ -32,6 +32,49 @@ class TiedLstm(nn.Module):
         return F.linear(outputs, self.embedding.weight), carry
 
 
+class TiedOutput(torch.autograd.Function):
+    """Outputs [n, words, hidden], embeddings [n, vocabulary, hidden], targets [n, words] -> mean losses [n].
+
+    The output layer and its cross-entropy in one: scores for the whole vocabulary are what a step writes most of, and
+    here they are written three times instead of five.
+    """
+
+    @staticmethod
+    def forward(context, outputs: Tensor, embeddings: Tensor, targets: Tensor) -> Tensor:
+        scores = torch.log_softmax(outputs @ embeddings.mT, dim=-1)
+        context.save_for_backward(outputs, embeddings, targets, scores)
+        return -scores.gather(-1, targets[..., None]).squeeze(-1).mean(-1)
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        outputs, embeddings, targets, scores = context.saved_tensors
+        differences = scores.exp_()  # nobody needs them any more
+        differences.scatter_add_(-1, targets[..., None], -torch.ones_like(targets[..., None], dtype=scores.dtype))
+        scale = (gradient / targets.shape[-1])[:, None, None]
+        return (differences @ embeddings) * scale, (differences.mT @ outputs) * scale, None
+
+
+def lstm_layer(inputs: Tensor, hidden: Tensor, cell: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One layer of n LSTMs: inputs [n, time, columns, hidden], states [n, columns, hidden]; weights as in nn.LSTM, with
+    n in front. Returns the outputs and the last states."""
+    from_inputs, from_hidden, *biases = weights
+    gates = inputs.flatten(1, 2) @ from_inputs.mT + sum(biases)[:, None]
+    gates, outputs = gates.unflatten(1, inputs.shape[1:3]), []
+    for now in gates.unbind(1):
+        again = hidden @ from_hidden.mT
+        if now.is_cuda:  # one kernel
+            hidden, cell, _ = torch.ops.aten._thnn_fused_lstm_cell(
+                now.flatten(0, 1), again.flatten(0, 1), cell.flatten(0, 1)
+            )
+            hidden, cell = hidden.view_as(again[..., : hidden.shape[-1]]), cell.view_as(again[..., : hidden.shape[-1]])
+        else:
+            enter, forget, new, leave = (now + again).chunk(4, dim=-1)
+            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+            hidden = leave.sigmoid() * cell.tanh()
+        outputs.append(hidden)
+    return torch.stack(outputs, dim=1), hidden, cell
+
+
 def _contiguous(key: str, value: object) -> None:
     if value != "contiguous":
         raise CdgrabError(f"workers of lstm_wiki2 own columns of the text: {key} must be contiguous")
@@ -59,18 +102,18 @@ class LstmWiki2(Task):
             """[count, length]; the words left over at the end are dropped."""
             return torch.as_tensor(text[: len(text) // count * count], dtype=torch.long, device=device).view(count, -1)
 
-        train, self._test = columns(corpus.train, config.batch), columns(corpus.test, config.test_columns)
+        train, test = columns(corpus.train, config.batch), columns(corpus.test, config.test_columns)
         length = config.chunk_length
         if config.test_chunks is not None:
-            self._test = self._test[:, : config.test_chunks * length + 1]
+            test = test[:, : config.test_chunks * length + 1]
         # full chunks only; the word after a chunk is its last target
-        available, self._test_chunks = ((text.shape[1] - 1) // length for text in (train, self._test))
+        available, self._test_chunks = ((text.shape[1] - 1) // length for text in (train, test))
         self.chunks = min(available, config.limit or available)
         if self.chunks < 1 or self._test_chunks < 2:
             raise CdgrabError(f"{source.description} is too short for {config.batch} columns of {length}-word chunks")
         # [columns, chunks, length + 1]: a chunk's last target is the next chunk's first input
-        self._windows = train.unfold(1, length + 1, length)[:, : self.chunks]
-        self.train_units, self.test_units = workers * self.chunks, config.test_columns
+        windows = train.unfold(1, length + 1, length)[:, : self.chunks].unflatten(0, (workers, -1))
+        self.data = {"train": (windows.permute(0, 2, 3, 1).flatten(0, 1),), "test": (test,)}
         self.rows = {
             "all": len(corpus.train) + len(corpus.test),
             "vocabulary": len(corpus.vocabulary),
@@ -97,17 +140,31 @@ class LstmWiki2(Task):
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         """Inputs and targets: train [..., chunk_length, columns of a worker]; test, by column, [..., length]."""
-        if split == "test":
-            return self._test[indices, :-1], self._test[indices, 1:]
-        windows = self._windows.unflatten(0, (self.workers, -1))
-        chosen = windows[indices // self.chunks, :, indices % self.chunks].transpose(-1, -2)
-        return chosen[..., :-1, :], chosen[..., 1:, :]
+        (chosen,) = super().fetch(split, indices)
+        return (chosen[..., :-1], chosen[..., 1:]) if split == "test" else (chosen[..., :-1, :], chosen[..., 1:, :])
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple[Tensor, ...], *batch: Tensor) -> tuple[Tensor, tuple]:
         if self.config.reset_hidden:
             carry = tuple(torch.zeros_like(state) for state in carry)
         losses, carry = self._losses(parameters, carry, *batch)
         return losses.mean(), carry
+
+    def losses(self, parameters: dict[str, Tensor], carry: tuple, inputs: Tensor, targets: Tensor) -> tuple:
+        """Mean losses [n] of n chunks with parameters of their own, and their carries."""
+        if self.config.reset_hidden:
+            carry = tuple(torch.zeros_like(state) for state in carry)
+        embeddings, (hidden, cell) = parameters["embedding.weight"], (state.unbind(1) for state in carry)
+        count, words = embeddings.shape[:2]
+        own = torch.arange(count, device=inputs.device)[:, None, None] * words
+        outputs, states = F.embedding(inputs + own, embeddings.flatten(0, 1)), []
+        for layer in range(self.config.layers):
+            weights = tuple(
+                parameters[f"lstm.{kind}_l{layer}"] for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            )
+            outputs, *last = lstm_layer(outputs, hidden[layer], cell[layer], weights)
+            states.append(last)
+        losses = TiedOutput.apply(outputs.flatten(1, 2), embeddings, targets.flatten(1))
+        return losses, tuple(torch.stack(state, dim=1) for state in zip(*states, strict=True))
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if split == "train":

@@ -40,6 +40,7 @@ DEPLOYMENT = {
     "nnodes",
     "rdzv",
     "jobs",
+    "replicas",
     "data_root",
     "data",
     "compile",

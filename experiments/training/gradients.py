@@ -1,4 +1,4 @@
-"""Gradients of units and of workers, over one flat parameter vector."""
+"""Gradients of units and of workers, over flat parameter vectors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class FlatParameters:
         """Named tensors [batch..., *shape] -> [batch..., dim]."""
         return torch.cat([tensors[name].flatten(batch_dims) for name in self.shapes], dim=-1)
 
-    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """[dim] -> named views."""
-        parts = vector.split(self.sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+    def unflatten(self, vectors: Tensor) -> dict[str, Tensor]:
+        """[batch..., dim] -> named views [batch..., *shape]."""
+        parts, batch = vectors.split(self.sizes, dim=-1), vectors.shape[:-1]
+        return {name: part.view(*batch, *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 GRADIENTS = ("vmap", "backward")
@@ -93,6 +93,42 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
         return torch.stack(gradients), torch.stack(losses), tuple(torch.stack(c) for c in zip(*carries, strict=True))
 
     return compute
+
+
+def over_replicas(compute: GradientFunction, lookers: int, how: str) -> GradientFunction:
+    """`compute` for several runs at once: inputs and outputs [replicas, ...]; of the unit gradients, those of the first
+    `lookers` only. Runs may round differently together: products are batched."""
+
+    def one_by_one(*inputs: Tensor) -> tuple[Tensor, ...]:
+        rows = side_by_side([partial(compute, *its) for its in zip(*inputs, strict=True)], inputs[0].device)
+        return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+    together = vmap(compute) if how == "vmap" else one_by_one
+
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        unit_gradients, *rest = together(*inputs)
+        return unit_gradients[:lookers], *rest
+
+    return function
+
+
+def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
+    """The same for a task with `losses`, which visits one unit per step: one backward pass for all workers of all runs.
+    Means over the workers instead of theirs."""
+    carried = len(task.first_carry(1))
+
+    def function(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        replicas, workers = inputs[-1].shape[:2]
+        rows = [tensor.flatten(0, 1) for tensor in inputs]
+        batch = [tensor[:, 0] for tensor in rows[carried:]]  # the only unit
+        with torch.enable_grad():
+            leaf = parameters.repeat_interleave(workers, dim=0).requires_grad_()
+            losses, carry = task.losses(flat.unflatten(leaf), tuple(rows[:carried]), *batch)
+            gradients = torch.autograd.grad(losses.sum(), leaf)[0].view(replicas, workers, -1)
+        outputs = [tensor.detach().unflatten(0, (replicas, workers)) for tensor in (losses, *carry)]
+        return gradients[:lookers, :, None], gradients.mean(1), *outputs
+
+    return function
 
 
 def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Several runs of a sweep at the same time: each process carries out one run after the other."""
+"""Several processes share the runs of a sweep: each carries out one run, or group of runs, after the other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 
 from experiments import early
-from experiments.training.launcher import Prepared, launch
+from experiments.training.launcher import Prepared, grouped, launch
 from experiments.training.session import REFUSED
 from experiments.training.signals import STATUS
 
@@ -27,24 +28,26 @@ class _Worker:
         self.process.start()
         its_end.close()  # so that the line breaks when the process ends
 
-    def status(self) -> int:
-        """Of the run that it was sent."""
+    def statuses(self) -> list[int]:
+        """Of the runs that it was sent."""
         try:
             return self.line.recv()
         except EOFError:  # it has ended
             self.process.join()
-            return self.process.exitcode if self.process.exitcode >= 0 else 128 - self.process.exitcode
+            return [self.process.exitcode if self.process.exitcode >= 0 else 128 - self.process.exitcode]
 
 
 def _carry_out_runs(line: Connection) -> None:
     early.listen()
-    while prepared := line.recv():
-        line.send(launch(prepared))
+    while together := line.recv():
+        line.send(launch(*together))
 
 
 def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
     """Exit statuses. A refused run ends the sweep; a signal ends the runs under way too."""
-    waiting, statuses = deque(runs), []
+    groups, statuses = grouped(runs, jobs), []
+    starts = accumulate(map(len, groups), initial=1)
+    waiting = deque((group, start, len(runs)) for group, start in zip(groups, starts, strict=False))
     workers: list[_Worker] = []
     idle: list[_Worker] = []
     with _ending_on_signals(workers):
@@ -56,12 +59,12 @@ def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
                 idle.pop().line.send(waiting.popleft())
             answered = wait([worker.line for worker in workers])
             for worker in [worker for worker in workers if worker.line in answered]:
-                statuses.append(worker.status())
+                statuses += worker.statuses()
                 if worker.process.exitcode is None:
                     idle.append(worker)
                 else:
                     workers.remove(worker)
-                if statuses[-1] == REFUSED:
+                if REFUSED in statuses:
                     waiting.clear()
         for worker in workers:
             worker.line.send(None)

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -17,6 +16,7 @@ from cdgrab.runtime.group import WorkerGroup
 from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
 from experiments.training.config import Run, compose
+from experiments.training.grouping import groups
 from experiments.training.session import MISSING, REFUSED, carry_out, exit_status, may_start
 from experiments.training.signals import STATUS
 
@@ -52,42 +52,75 @@ def prepare(overrides: list[str]) -> Prepared:
     return Prepared(run, overrides, processes)
 
 
-def launch(prepared: Prepared) -> int:
-    """Carry out one run unless it is complete. Returns the exit status; a signal ends the process, and so the sweep."""
-    status = exit_status(partial(_launch, prepared))
+def grouped(runs: list[Prepared], jobs: int = 1) -> list[list[Prepared]]:
+    """Runs that train together; `jobs`: processes that share the work."""
+    alone = [not _in_this_process(prepared) for prepared in runs]
+    return [[runs[number] for number in group] for group in groups([p.run for p in runs], alone, jobs)]
+
+
+def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> list[int]:
+    """Carry out runs that train together, or one run: those that are not complete. Returns exit statuses; a signal ends
+    the process, and so the sweep. They are numbers `first`, … `of` all runs of the sweep."""
+    statuses = [0]
+
+    def act() -> None:
+        statuses[:] = _launch(together, first, of or len(together))
+
+    status = exit_status(act)
     gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
     if status in STATUS.values():
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
         raise SystemExit(status)
-    return status
+    return [status] if status else statuses
 
 
 def launch_all(runs: list[Prepared]) -> list[int]:
     """Exit statuses. A diverged run does not stop a sweep; a refused one does: the others would be refused too."""
-    statuses = []
-    for prepared in runs:
-        statuses.append(launch(prepared))
-        if statuses[-1] == REFUSED:
+    statuses, begun = [], 0
+    for together in grouped(runs):
+        statuses += launch(together, begun + 1, len(runs))
+        begun += len(together)
+        if REFUSED in statuses:
             break
     return statuses
 
 
-def _launch(prepared: Prepared) -> int:
-    run, processes, hosts = prepared.run, prepared.processes, prepared.run.config.nnodes
-    if not may_start(run):
-        return 0
-    where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
-    print(f"running {run.directory} on {run.source.description}, {where}", flush=True)
-    if processes == hosts == 1 and not _survives_its_death(prepared):
-        carry_out(run)
-        status = 0
+def _launch(together: list[Prepared], first: int, of: int) -> list[int]:
+    waiting = [prepared for prepared in together if may_start(prepared.run)]
+    if not waiting:
+        return [0]
+    _announce(waiting)
+    if _in_this_process(waiting[0]):
+        statuses = carry_out(*(prepared.run for prepared in waiting), of=(first, of))
     else:
-        status = _isolated(prepared)
-    if status == 0:
-        last = read_metrics(run.directory / "metrics.jsonl")[-1]
-        shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
-        print("  " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
-    return status if status >= 0 else 128 - status  # of a process that was killed, as shells have it
+        statuses = [_isolated(waiting[0])]
+    for prepared, status in zip(waiting, statuses, strict=True):
+        if status == 0:
+            _show_last(prepared.run, named=len(waiting) > 1)
+    return [status if status >= 0 else 128 - status for status in statuses]  # of a killed process, as shells have it
+
+
+def _announce(waiting: list[Prepared]) -> None:
+    run, processes, hosts = waiting[0].run, waiting[0].processes, waiting[0].run.config.nnodes
+    where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
+    what = str(run.directory)
+    if len(waiting) > 1:
+        names = [prepared.run.directory.name for prepared in waiting]
+        more = f" and {len(names) - 4} more" if len(names) > 5 else ""
+        names = names[:4] if more else names
+        what = f"{len(waiting)} runs together ({', '.join(names)}{more}) in {run.directory.parent}"
+    print(f"running {what} on {run.source.description}, {where}", flush=True)
+
+
+def _show_last(run: Run, named: bool) -> None:
+    last = read_metrics(run.directory / "metrics.jsonl")[-1]
+    shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
+    name = f"{run.directory.name}: " if named else ""
+    print(f"  {name}" + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
+
+
+def _in_this_process(prepared: Prepared) -> bool:
+    return prepared.processes == prepared.run.config.nnodes == 1 and not _survives_its_death(prepared)
 
 
 def _survives_its_death(prepared: Prepared) -> bool:

@@ -1,109 +1,92 @@
-"""The training loop: one for all tasks, sorters, worker counts and process counts.
+"""The training loop: one for all tasks, sorters, worker counts and process counts, and for runs that train together.
 
     orders ──▶ batches ──▶ unit gradients ──▶ (sparsified) mean over workers ──▶ optimiser ──▶ parameters
        ▲                        │
        └──────── sorter ◀───────┘
 
-An epoch runs in blocks of steps. A block's data is fetched at once and its unit gradients are handed to the sorter at
+An epoch runs in blocks of steps. A block's data is fetched at once and its unit gradients are handed to the sorters at
 once: orders are needed at the end of the epoch only, and per-step Python is what small models spend their time on.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cdgrab import streams
-from cdgrab.errors import DivergedError, NotFiniteError, Stopped, warn
+from cdgrab.errors import CdgrabError, NotFiniteError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
-from cdgrab.runtime.state import collected
-from cdgrab.sorters import make_sorter
-from experiments.tasks.base import DTYPES, Task
+from experiments.tasks.base import DTYPES, Task, joined
 from experiments.training import signals, snapshot
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.evaluation import evaluate, replayed_herding
-from experiments.training.gradients import FlatParameters, gradient_function, summed
+from experiments.training.gradients import at_once, gradient_function, over_replicas, summed
+from experiments.training.member import Member, all_finite
 from experiments.training.optimisers import Optimiser
-from experiments.training.parts import (
-    BLOCK_BYTES,
-    MOST_STEPS_PER_BLOCK,
-    make_sparse_mean,
-    progress_bar,
-    steps_per_block,
-    warm_up_shards,
-    warm_up_sorter,
-)
-from experiments.training.runlog import RunLog
+from experiments.training.parts import MOST_STEPS_PER_BLOCK, progress_bar, steps_per_block, warm_up_shards
 from experiments.training.steps import CapturedSteps, Steps
 
 
 class Trainer:
-    """One run on one process, hosting some of the workers."""
+    """Runs that train together, most often one, on one process that hosts some of their workers.
 
-    def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
-        config = run.config
-        self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
-        owned = task.partition(streams.permutation(task.train_units, config.seed, "partition"), config.seed)
-        self.owned = owned[group.local].to(device)  # [local workers, units]
-        self.units, self.microbatch = owned.shape[1], task.units_per_step
+    They share model, data and shapes, and are at the same step. Several runs have an axis of replicas in front of all
+    their tensors; on several processes runs train alone.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        # those whose sorters look at gradients come first
+        self.members = sorted(members, key=lambda member: not member.sorter.needs_gradients)
+        first = self.members[0]
+        self.config, self.group, self.device, self.flat = first.config, first.group, first.device, first.flat
+        self.replicas, self.sparse_mean = len(members), first.sparse_mean
+        self.task, offsets = joined([member.task for member in self.members])
+        self.owned = stacked([member.owned + offset for member, offset in zip(self.members, offsets, strict=True)])
+        self.units, self.microbatch = first.units, self.task.units_per_step
         self.steps = -(-self.units // self.microbatch)
-        self.flat = FlatParameters(task.model)
-        self.sorter = make_sorter(
-            workers=config.workers, units=self.units, dim=self.flat.dim, seed=config.seed, group=group, **config.sorter
-        )
-        self.sparse_mean = make_sparse_mean(config, self.flat, group)
-        self.shards = self.sorter.by_shards(self.microbatch, self.sparse_mean is not None)
-        self.per_unit = self.sorter.needs_gradients and not self.shards
-        self.gradients = self._gradients(self.per_unit)
-        # for the herding bound; traced on first use
-        self.unit_gradients = self.gradients if self.per_unit else self._gradients(True)
-        unit_bytes = sum(tensor.nbytes for tensor in task.fetch("train", self.owned[:1, :1]))
-        unit_bytes += self.flat.dim * DTYPES[config.task.dtype].itemsize * self.per_unit
-        self.block_steps = steps_per_block(unit_bytes, self.microbatch * group.local_workers, device)
+        self.shards = first.sorter.by_shards(self.microbatch, self.sparse_mean is not None)
+        self.per_unit = first.sorter.needs_gradients and not self.shards
+        self.gradients = self._gradients()
+        unit_bytes = sum(tensor.nbytes for tensor in self.task.fetch("train", first.owned[:1, :1]))
+        unit_bytes += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
+        units_per_step = self.microbatch * self.group.local_workers * self.replicas
+        self.block_steps = steps_per_block(unit_bytes, units_per_step, self.device)
         self.loop = self._steps()
         self.epochs_done, self.position = 0, 0  # units visited of the epoch that is under way
-        self.clock, self.first_parameters = Clock(), None
-        self.metrics: dict | None = None  # as measured when the checkpoint was made from which this goes on
+        self.clock = Clock()
         self._stop: Callable[[], int] = lambda: 0
         self._warm_up()
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {
-            "workers": self.config.workers,
-            "units": self.units,
-            "microbatch": self.microbatch,
-            "steps_per_epoch": self.steps,
-            "parameters": self.flat.dim,
-        }
-
-    def _gradients(self, per_unit: bool) -> Compiled:
+    def _gradients(self) -> Compiled:
         """With the workers summed, to their mean where this is the only process; a sparsifier wants each worker's."""
-        function = gradient_function(self.task, self.flat, per_unit, self.config.task.gradients)
+        how = self.config.task.gradients
+        function = gradient_function(self.task, self.flat, self.per_unit, how)
         if not self.sparse_mean:
             function = summed(function, self.config.workers if self.group.world_size == 1 else None)
-        return Compiled(function, self.config.compile == "auto" and self.config.task.gradients == "vmap")
+        if self.replicas > 1:
+            lookers = sum(member.sorter.needs_gradients for member in self.members)
+            in_one_pass = how == "backward" and self.task.losses and self.device.type == "cuda"
+            function = at_once(self.task, self.flat, lookers) if in_one_pass else over_replicas(function, lookers, how)
+        return Compiled(function, self.config.compile == "auto" and how == "vmap")
 
     def _steps(self) -> Steps:
         group, config, compiled = self.group, self.config, self.config.compile == "auto"
-        parameters = self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
-        optimiser = Optimiser(config.task, self.steps, config.epochs, parameters, compiled)
+        parameters = stacked([member.first_vector() for member in self.members])
+        tasks = [member.config.task for member in self.members]
+        optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
+        carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
         plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
-        parts = (self.task, self.gradients, optimiser, parameters, group.local_workers, self.sparse_mean or plain)
+        parts = (self.task, self.gradients, optimiser, parameters, [stacked(part) for part in carries])
+        parts = (*parts, self.sparse_mean or plain)
         if not (compiled and self.device.type == "cuda" and group.world_size == 1):
-            return Steps(*parts, self.sorter.observe_shard if self.shards else None)
-        kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe} if self.per_unit else {}
+            return Steps(*parts, self.members[0].sorter.observe_shard if self.shards else None)
+        kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe_early} if self.per_unit else {}
         # data is fetched step by step: a block is what runs between two looks at the losses
         self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
         return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
@@ -111,107 +94,119 @@ class Trainer:
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
-            inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[:, :units]))
+            inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[..., :units]))
             with torch.no_grad():
                 for _ in range(3):
                     unit_gradients, *_ = self.gradients(*inputs)
         if self.per_unit:
-            warm_up_sorter(self.config.sorter, unit_gradients)
+            for member, seen in zip(self.members, self._each(unit_gradients), strict=False):
+                member.warm_up(seen)
         elif self.shards:
             warm_up_shards(self.loop.parameters)
 
+    def _each(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Of every member. A run alone has no axis of replicas."""
+        return tensor.unbind(0) if self.replicas > 1 else (tensor,)
+
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict:
-        """Everything needed to go on from here on any number of processes. Called by all ranks; what belongs to
-        workers comes together on rank 0, whose state is the one to keep."""
-        return {
-            "epochs_done": self.epochs_done,
-            "position": self.position,
-            "parameters": self.loop.parameters,
-            "optimiser": list(self.loop.optimiser.state),
-            "carry": [self.group.collect(state) for state in self.loop.carry],
-            "first_parameters": self.first_parameters if self.position else None,
-            "seconds": self.clock.seconds,
-            "sparsified": self.sparse_mean.running_sums() if self.sparse_mean else None,
-            **{name: collected(part.state_dict(), self.group) for name, part in self._parts().items()},
-        }
+    def state_dicts(self) -> list[dict]:
+        """For every member everything needed to go on from here, alone or with others, on any number of processes.
+        Called by all ranks; what belongs to workers comes together on rank 0, whose states are the ones to keep."""
+        carries = zip(*(map(self.group.collect, self._each(part)) for part in self.loop.carry), strict=True)
+        carries = list(carries) or [()] * self.replicas
+        parts = (self._each(self.loop.parameters), self.loop.optimiser.split(self.loop.optimiser.state), carries)
+        common = {"epochs_done": self.epochs_done, "position": self.position, "seconds": self.clock.seconds}
+        return [
+            {**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry), **member.state_dict()}
+            for member, parameters, optimiser, carry in zip(self.members, *parts, strict=True)
+        ]
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where rank 0's `state_dict` was taken. Called by all ranks. What does not fit is refused."""
-        loop, position = self.loop, state["position"]
-        carry = [part[self.group.local] for part in state["carry"]] if position else list(loop.first_carry)
-        right = snapshot.is_count(state["epochs_done"], self.config.epochs) and snapshot.is_count(position, self.units)
+    def load_state_dicts(self, states: Sequence[dict]) -> None:
+        """Go on where the members' states were taken, all at the same step. Called by all ranks. What does not fit is
+        refused."""
+        loop, (epochs_done, position) = self.loop, snapshot.progress(states[0])
+        parameters = stacked([state["parameters"] for state in states])
+        optimiser = loop.optimiser.join([state["optimiser"] for state in states])
+        carry = list(loop.first_carry)
+        if position:
+            carries = zip(*(state["carry"] for state in states), strict=True)
+            carry = [stacked([workers[self.group.local] for workers in part]) for part in carries]
+        right = epochs_done <= self.config.epochs and position <= self.units
+        right = right and all(snapshot.progress(state) == (epochs_done, position) for state in states)
         right = right and snapshot.alike(
-            [state["parameters"], *state["optimiser"], *carry],
-            [loop.parameters, *loop.optimiser.state, *loop.first_carry],
+            [parameters, *optimiser, *carry], [loop.parameters, *loop.optimiser.state, *loop.first_carry]
         )
         if not right:
             raise TypeError("not the state of such a run")
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
-        parameters, *rest = (tensor.to(self.device) for tensor in (state["parameters"], *state["optimiser"], *carry))
-        loop.load(parameters, rest[: len(state["optimiser"])], rest[len(state["optimiser"]) :])
-        self.epochs_done, self.position = state["epochs_done"], position
+        for member, state in zip(self.members, states, strict=True):
+            member.load_state_dict(state)
+        here = ([tensor.to(self.device) for tensor in part] for part in (optimiser, carry))
+        loop.load(parameters.to(self.device), *here)
+        self.epochs_done, self.position = epochs_done, position
         if position:
-            self.clock, first = Clock(state["seconds"]), state["first_parameters"]
-            self.first_parameters = None if first is None else first.to(self.device)
-            if self.sparse_mean:
-                self.sparse_mean.load_running_sums(state["sparsified"])
-
-    def _parts(self) -> dict:
-        """What has a state of its own, by its name in the checkpoint."""
-        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
+            self.clock = Clock(states[0]["seconds"])
 
     def save(self) -> None:
-        """A checkpoint of the run. Called by all ranks; rank 0 writes."""
-        state = self.state_dict()
-        if self.group.rank == 0:
-            snapshot.save(self.run, state)
-
-    def load(self, say: Callable[[str], None] = warn) -> None:
-        """Go on from the run's checkpoint, if there is one, in the middle of an epoch too. Called by all ranks."""
-        self.metrics = snapshot.load(self.run, self.group, self.load_state_dict, say)
+        """A checkpoint of every run that goes on. Called by all ranks; rank 0 writes."""
+        for member, state in zip(self.members, self.state_dicts(), strict=True):
+            if self.group.rank == 0 and not member.error:
+                snapshot.save(member.run, state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, log: RunLog, quiet: bool = False, stop: Callable[[], int] = lambda: 0) -> None:
+    def fit(self, title: str = "", stop: Callable[[], int] = lambda: 0) -> None:
         """Train the epochs that are still to do; metrics and a checkpoint after each, and checkpoints on the way.
 
+        title: of a progress bar, if there is to be one.
         stop: asked in every block of steps for the number of a signal. When any rank has one, all of them save and
-        raise `Stopped` at the end of the block.
+        raise `Stopped` at the end of the block. A run that cannot go on ends alone; its error is raised when no other
+        is left.
         """
         self._stop = stop
-        visible = not quiet and self.group.rank == 0
-        with progress_bar(self.config, self.steps, self._steps_done(), visible) as bar, torch.no_grad():
+        steps_done = self.epochs_done * self.steps + self.position // self.microbatch
+        with progress_bar(title, self.config.epochs * self.steps, steps_done) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
-                clock = self.clock = Clock(self.clock.seconds if self.position else None)
-                if not self.position:
-                    self.first_parameters = self.loop.parameters.clone() if self._herding_is_due() else None
-                order = self.sorter.order(self.epochs_done)
-                clock.lap("ordering")
-                self.train_epoch(order, clock, bar)
-                if self._herding_is_due():
-                    self.sorter.order(self.epochs_done + 1)  # ready before it is looked at, which is not training
-                    clock.lap("ordering")
-                metrics = self.evaluate() | self._herding() | self._order_hash(order)
-                if self.sparse_mean:
-                    metrics["sparsifier"] = self.sparse_mean.epoch_means()
-                clock.lap("evaluation")
-                self.epochs_done, self.position = self.epochs_done + 1, 0
-                log.record(_line(self.epochs_done, metrics, clock))
-                self.save()
+                self._epoch(bar)
 
-    def _steps_done(self) -> int:
-        return self.epochs_done * self.steps + self.position // self.microbatch
+    def _epoch(self, bar: tqdm) -> None:
+        clock = self.clock = Clock(self.clock.seconds if self.position else None)
+        if not self.position:
+            for member, parameters in self._going():
+                member.start_epoch(self.epochs_done, parameters)
+        orders = [member.order(self.epochs_done) for member in self.members]
+        clock.lap("ordering")
+        self.train_epoch(stacked(orders), clock, bar)
+        for member, _ in self._going():
+            member.order_ahead(self.epochs_done)
+        clock.lap("ordering")
+        lines = {member: self._measured(member, parameters) for member, parameters in self._going()}
+        clock.lap("evaluation")
+        self.epochs_done, self.position = self.epochs_done + 1, 0
+        for member, metrics in lines.items():
+            if not member.error:
+                member.log.record(_line(self.epochs_done, metrics, clock, self.replicas))
+        self.save()
+
+    def _going(self) -> list[tuple[Member, Tensor]]:
+        """The members that have not ended, and their parameters."""
+        all_members = zip(self.members, self._each(self.loop.parameters), strict=True)
+        return [(member, parameters) for member, parameters in all_members if not member.error]
+
+    def _measured(self, member: Member, parameters: Tensor) -> dict:
+        metrics = member.evaluate(parameters)
+        if not all_finite(metrics):
+            self._end(member, member.diverged(self.epochs_done, "at its end"))
+            return {}
+        return metrics | member.more_metrics(self.epochs_done)
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
-        """All steps of an epoch, or those left of it, in which workers visit their units in this order [local workers,
-        units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
-        visits = self.owned.gather(1, order.to(self.device))
+        """All steps of an epoch, or those left of it, in which workers visit their units in this order [..., local
+        workers, units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
+        visits = self.owned.gather(-1, order.to(self.device))
         every = self.config.checkpoint.every_steps
         for start, end, microbatch in _blocks(self.position, self.units, self.microbatch, self.block_steps, every):
-            signal = self._train_block(visits[:, start:end], start, microbatch, clock, bar)
+            signal = self._train_block(visits[..., start:end], start, microbatch, clock, bar)
             self.position, steps = end, -(-end // self.microbatch)
             if signal or (every and steps % every == 0 and end < self.units):
                 self.save()
@@ -221,71 +216,71 @@ class Trainer:
                 raise Stopped(signal, f"{signals.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
-        """Some steps of equal shape; visits [local workers, steps × microbatch], the first at position `start`.
+        """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
         Returns the number of the signal that any rank has got, or 0."""
-        workers, units = visits.shape
         try:
-            seen, losses = self.loop.run(visits.reshape(workers, -1, microbatch), clock, first=start == 0)
+            seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
         except NotFiniteError:  # what a sparsifier refuses to average
-            self._diverged(f"at step {self.sparse_mean.sparsifier.iteration % self.steps + 1} of {self.steps}")
-        wishes = losses.new_full((workers, 1), float(self._stop()))  # travel along with the losses
-        everybodys = self.group.gather(torch.cat([losses, wishes], dim=1))
-        mean_losses = everybodys[:, :-1].mean(0)
+            step = self.sparse_mean.sparsifier.iteration % self.steps + 1
+            self._end(self.members[0], self._diverged_at(self.members[0], step))
+        wishes = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # travel along with the losses
+        everybodys = self.group.gather(torch.cat([losses, wishes], dim=-1))
+        mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together
         clock.append(("communication", perf_counter()))
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         clock.append(("gradients", perf_counter()))  # a GPU has computed the block now; until then it was only told to
         if seen.numel():
-            self.sorter.observe(range(start, start + units), seen)
+            self._observe(seen)
             clock.append(("ordering", perf_counter()))
-        bar.set_postfix(epoch=self.epochs_done + 1, loss=f"{float(mean_losses.mean()):.4f}", refresh=False)
-        bar.update(len(mean_losses))
-        return int(everybodys[:, -1].max())
+        lowest, highest = (f"{float(loss):.4f}" for loss in mean_losses.mean(-1).aminmax())
+        shown = lowest if lowest == highest else f"{lowest}–{highest}"
+        bar.set_postfix(epoch=self.epochs_done + 1, loss=shown, refresh=False)
+        bar.update(mean_losses.shape[-1])
+        return int(everybodys[..., -1].max())
 
-    def _observe(self, seen: Tensor) -> None:
-        """Unit gradients of the next steps, in the middle of a block: whether they are finite is found at its end."""
-        start = self.sorter.position
-        self.sorter.observe(range(start, start + seen.shape[1]), seen, unseen=True)
+    def _observe(self, seen: Tensor, unseen: bool = False) -> None:
+        """Unit gradients [..., local workers, units, dim] of the members that look at them."""
+        for member, its in zip(self.members, self._each(seen), strict=False):
+            start = member.sorter.position
+            try:
+                if not member.error:
+                    member.sorter.observe(range(start, start + its.shape[1]), its, unseen=unseen)
+            except NotFiniteError as error:
+                self._end(member, error)
+
+    def _observe_early(self, seen: Tensor) -> None:
+        """In the middle of a block: whether they are finite is found at its end."""
+        self._observe(seen, unseen=True)
 
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
-        """losses [steps], the same on all ranks, so that all of them stop together."""
+        """losses [..., steps]"""
         if torch.isfinite(losses).all() and torch.isfinite(self.loop.parameters).all():
             return
-        bad = (~torch.isfinite(losses)).nonzero()
-        step = first_step + (int(bad[0]) if len(bad) else len(losses) - 1) + 1
-        self._diverged(f"at step {step} of {self.steps}")
+        vectors = self._each(self.loop.parameters)
+        for member, its, parameters in zip(self.members, self._each(losses), vectors, strict=True):
+            bad = (~torch.isfinite(its)).nonzero()
+            if not member.error and (len(bad) or not torch.isfinite(parameters).all()):
+                step = first_step + (int(bad[0]) if len(bad) else len(its) - 1) + 1
+                self._end(member, self._diverged_at(member, step))
 
-    def _diverged(self, where: str) -> NoReturn:
-        done, kept = self.epochs_done, "no epoch was finished"
-        if done:
-            kept = f"the checkpoint of epoch {done} and the metrics so far are kept in {self.run.directory}"
-        raise DivergedError(
-            f"training diverged in epoch {done + 1} {where}: the loss is no longer finite with "
-            f"task.lr={self.config.task.lr:g}; {kept}"
-        )
+    def _diverged_at(self, member: Member, step: int) -> CdgrabError:
+        return member.diverged(self.epochs_done, f"at step {step} of {self.steps}")
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
+    def _end(self, member: Member, error: CdgrabError) -> None:
+        """It goes no further. The others do, if there are any."""
+        member.end(error)
+        if all(other.error for other in self.members):
+            raise error
 
-    def evaluate(self) -> dict[str, float]:
-        """Full train loss over all workers' units, and test metrics."""
-        metrics = evaluate(self.task, self.flat.unflatten(self.loop.parameters), self.owned, self.group)
-        if not all(map(math.isfinite, metrics.values())):
-            self._diverged("at its end")
-        return metrics
 
-    def _herding_is_due(self) -> bool:
-        every = self.config.task.herding_every
-        return bool(every) and (self.epochs_done + 1) % every == 0
+def alone(run: Run, task: Task, group: WorkerGroup, device: torch.device) -> Trainer:
+    """One run, with no other beside it."""
+    return Trainer([Member(run, task, group, device)])
 
-    def _herding(self) -> dict[str, float]:
-        """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
-        if not self._herding_is_due():
-            return {}
-        visits = self.owned.gather(1, self.sorter.order(self.epochs_done + 1).to(self.device))
-        at_once = max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
-        return replayed_herding(self.task, self.unit_gradients, self.first_parameters, visits, self.group, at_once)
 
-    def _order_hash(self, order: Tensor) -> dict[str, str]:
-        return {"order_hash": hashlib.sha256(self.group.gather(order).numpy().astype("<i8").tobytes()).hexdigest()}
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[replicas, ...], or of a run alone its tensor as it is."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _blocks(
@@ -304,8 +299,9 @@ def _blocks(
     return [*blocks, (full, units, units - full)] if position <= full < units else blocks
 
 
-def _line(epoch: int, metrics: dict, clock: Clock) -> dict:
-    """One line of metrics.jsonl; `seconds` are those of training."""
+def _line(epoch: int, metrics: dict, clock: Clock, replicas: int) -> dict:
+    """One line of metrics.jsonl; `seconds` are those of training, of all `replicas` together."""
     phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
     rest = {"seconds": round(sum(phases.values()) - phases["evaluation"], 6), "order_hash": metrics.pop("order_hash")}
-    return {"epoch": epoch, **metrics, **rest, "phases": phases}
+    together = {"replicas": replicas} if replicas > 1 else {}
+    return {"epoch": epoch, **metrics, **rest, "phases": phases, **together}

@@ -1,9 +1,12 @@
-"""Memory that a process frees stays with it."""
+"""How much memory there is, and that what a process frees stays with it."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -33,3 +36,14 @@ def _set_thresholds(mapped: int, trimmed: int) -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, mapped)
         mallopt(M_TRIM_THRESHOLD, trimmed)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes; on a CPU those that the system could give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = "SC_AVPHYS_PAGES"
+    if sys.platform == "linux":
+        with open("/proc/meminfo") as file:
+            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages in os.sysconf_names else 2**30

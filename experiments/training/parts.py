@@ -52,12 +52,7 @@ def warm_up_shards(parameters: Tensor) -> None:
     kernels.balance_divided(rows, running, limits, lambda products: products)
 
 
-def progress_bar(config: DictConfig, steps_per_epoch: int, steps_done: int, visible: bool) -> tqdm:
-    return tqdm(
-        total=config.epochs * steps_per_epoch,
-        initial=steps_done,
-        desc=f"{config.task.name} {config.sorter.name} seed {config.seed}",
-        unit="step",
-        disable=not visible or not sys.stderr.isatty(),
-        dynamic_ncols=True,
-    )
+def progress_bar(title: str, steps: int, done: int) -> tqdm:
+    """On a terminal, where it has a title."""
+    visible = bool(title) and sys.stderr.isatty()
+    return tqdm(total=steps, initial=done, desc=title, unit="step", disable=not visible, dynamic_ncols=True)

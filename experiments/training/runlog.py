@@ -35,8 +35,10 @@ class RunLog:
         world_size: int,
         device: torch.device,
         metrics: dict | None = None,
+        replicas: int = 1,
     ) -> None:
-        """Start, or go on from a checkpoint, when metrics were as `measured`: lines written later are dropped."""
+        """Start, or go on from a checkpoint, when metrics were as `measured`: lines written later are dropped.
+        replicas: how many runs train together."""
         if not self.active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,8 @@ class RunLog:
         }
         resumed = [] if metrics is None else [*before.get("resumed", []), now()]
         self._manifest = records.begin(what, before) | {"resumed": resumed}
+        if (together := max(replicas, before.get("replicas", 1))) > 1:  # its times are not its own
+            self._manifest["replicas"] = together
         self._write_manifest()
 
     def record(self, metrics: dict) -> None:

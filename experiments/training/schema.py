@@ -24,6 +24,12 @@ from experiments.training.optimisers import OPTIMISERS, SCHEDULES
 
 COMPILE = ("auto", "off")
 
+
+def replicas(key: str, value: object) -> None:
+    if value != "auto" and not (is_whole(value) and value >= 1):
+        raise CdgrabError(f"{key} must be auto or a whole number of at least 1, got {value!r}")
+
+
 # needed to find the data, on whose kind a size's settings depend
 DATA_SETTINGS: dict[str, Check] = {
     "data": one_of("auto", "embedded"),
@@ -40,6 +46,7 @@ SETTINGS: dict[str, Check] = {
     "checkpoint.every_steps": whole(1, optional=True),
     "restarts": whole(0),
     "nnodes": whole(1),
+    "replicas": replicas,
     "timeout": number(above=0.0, below=1e8),
     "device": one_of(*DEVICES),
     "compile": one_of(*COMPILE),

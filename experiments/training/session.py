@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, file_error, warn
 from cdgrab.runtime import group as workers
@@ -21,9 +22,11 @@ from experiments.store import checkpoint
 from experiments.store.lock import locked
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
-from experiments.training import runlog, signals
+from experiments.training import runlog, signals, snapshot
 from experiments.training.config import Run, refuse_other_settings
+from experiments.training.grouping import fit_in_memory
 from experiments.training.loop import Trainer
+from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
@@ -40,7 +43,7 @@ def exit_status(action: Callable[[], int | None]) -> int:
         return signals.STATUS[stop.number]
     except CdgrabError as error:
         _say(str(error))
-        return {DivergedError: DIVERGED, MissingError: MISSING}.get(type(error), REFUSED)
+        return status_of(error)
     except OSError as error:
         _say(file_error(error))
         return REFUSED
@@ -50,6 +53,11 @@ def exit_status(action: Callable[[], int | None]) -> int:
         workers.disconnect()
 
 
+def status_of(error: CdgrabError | None) -> int:
+    """The exit status of a run that ended so."""
+    return {DivergedError: DIVERGED, MissingError: MISSING}.get(type(error), REFUSED) if error else 0
+
+
 def _say(sentence: str) -> None:
     """Most errors reach all ranks alike: rank 0 speaks, and torchrun ends the others while they wait."""
     if workers.launched_rank():
@@ -57,23 +65,35 @@ def _say(sentence: str) -> None:
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
-def carry_out(run: Run) -> None:
-    """Train, unless the run is complete. All processes of a run call this."""
+def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
+    """Train these runs together, those that are not complete. All processes of a run call this.
+
+    Returns exit statuses: a run that diverges among others ends alone. Alone it raises its error.
+    of: the number of the first, and how many there are, for the progress bar."""
     keep_freed_memory()
-    group = workers.connect(run.config.workers, run.config.timeout)
-    with heartbeat.watching(group, run.config.timeout), contextlib.ExitStack() as stack:
+    config = runs[0].config
+    group = workers.connect(config.workers, config.timeout)
+    with heartbeat.watching(group, config.timeout), contextlib.ExitStack() as stack:
         # only on the host on which a process has died does torchrun count that it starts them again
         again = int(group.gather(torch.tensor([_attempt()])).max()) > 0
-        again = again and rendezvous.has_begun(str(run.directory))  # what was refused at first is refused again
-        run.config.resume = run.config.resume or again
-        wanted = may_start(run, speak=group.rank == 0, again=again)
-        if wanted and group.rank == 0:
-            stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
-            wanted = may_start(run, again=again)  # another process may have completed it meanwhile
-            rendezvous.note_beginning(str(run.directory))
-        if group.gather(torch.tensor([int(wanted)]))[0]:  # nobody writes before all have looked
-            with _torch_settings(run):
-                _train(run, group)
+        wanted = [run for run in runs if _own(run, group, again, stack)]
+        if not wanted:
+            return [0] * len(runs)
+        with _torch_settings(config):
+            errors = _train(wanted, group, of)
+    return [status_of(errors.get(run.directory)) for run in runs]
+
+
+def _own(run: Run, group: workers.WorkerGroup, again: bool, stack: contextlib.ExitStack) -> bool:
+    """Whether there is something to do in its folder, which is then this process's alone until the stack is closed."""
+    again = again and rendezvous.has_begun(str(run.directory))  # what was refused at first is refused again
+    run.config.resume = run.config.resume or again
+    wanted = may_start(run, speak=group.rank == 0, again=again)
+    if wanted and group.rank == 0:
+        stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
+        wanted = may_start(run, again=again)  # another process may have completed it meanwhile
+        rendezvous.note_beginning(str(run.directory))
+    return bool(group.gather(torch.tensor([int(wanted)]))[0])  # nobody writes before all have looked
 
 
 def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
@@ -106,10 +126,11 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
     return True
 
 
-def build_trainer(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer:
-    """Everything in place for the first step. Refuses settings for which there is not enough memory."""
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """Settings for which there is not enough are refused in one sentence."""
     try:
-        return Trainer(run, make_task(run.config, run.source, device), group, device)
+        yield
     except (MemoryError, RuntimeError) as error:
         words = str(error).partition("\n")[0] or "out of memory"
         if isinstance(error, CollectiveError) or not re.search(OUT_OF_MEMORY, words):
@@ -117,42 +138,95 @@ def build_trainer(run: Run, group: workers.WorkerGroup, device: torch.device) ->
         raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
 
 
-def _train(run: Run, group: workers.WorkerGroup) -> None:
-    device = workers.pick_device(run.config.device)
-    trainer = build_trainer(run, group, device)
+def make_member(run: Run, group: workers.WorkerGroup, device: torch.device) -> Member:
+    return Member(run, make_task(run.config, run.source, device), group, device)
+
+
+def build_trainer(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer:
+    """Everything in place for the first step of a run alone."""
+    with enough_memory():
+        return Trainer([make_member(run, group, device)])
+
+
+def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] | None) -> dict[Path, CdgrabError]:
+    """Why runs did not get to their end, by folder."""
+    device, errors = workers.pick_device(runs[0].config.device), {}
+    first, total = of or (1, len(runs))
+    while runs:
+        with enough_memory():
+            members = [make_member(runs[0], group, device)]
+            members += [make_member(run, group, device) for run in runs[1 : fit_in_memory(members[0])]]
+        errors |= _train_members(members, (first, total))
+        runs, first = runs[len(members) :], first + len(members)
+    return errors
+
+
+def _train_members(members: list[Member], of: tuple[int, int]) -> dict[Path, CdgrabError]:
+    """Those that were stopped at the same step go on together."""
     warnings: list[str] = []
-    if run.config.resume:
-        trainer.load(warnings.append)
-    run_log = runlog.RunLog(run, active=group.rank == 0)
+    saved = {m: snapshot.load(m.run, m.group, warnings.append) if m.config.resume else None for m in members}
+    together: dict[tuple[int, int], list[Member]] = {}
+    for member in members:
+        together.setdefault(snapshot.progress(saved[member]), []).append(member)
+    for same in together.values():
+        with enough_memory():
+            trainer = Trainer(same)
+        if any(saved[member] for member in same):
+            with snapshot.fitting([member.run for member in same]):
+                trainer.load_state_dicts([saved[member] for member in trainer.members])
+        _carry_on(trainer, saved, warnings, of)
+        of = of[0] + len(same), of[1]
+    return {member.run.directory: member.error for member in members if member.error}
+
+
+def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list[str], of: tuple[int, int]) -> None:
+    group, members = trainer.group, trainer.members
     with signals.listening() as stop_request, _told_to_end(stop_request):  # from here on there is something to save
-        run_log.begin(run, trainer.task.rows, trainer.sizes, group.world_size, device, trainer.metrics)
-        group.barrier()  # the folder is there
-        with _log_file(run, group.rank):
+        for member in members:
+            member.log = runlog.RunLog(member.run, active=group.rank == 0)
+            state = saved[member]
+            metrics = state["metrics"] if state else None
+            member.log.begin(
+                member.run, member.task.rows, member.sizes, group.world_size, trainer.device, metrics, trainer.replicas
+            )
+        group.barrier()  # the folders are there
+        with contextlib.ExitStack() as stack:
+            for member in members:
+                stack.enter_context(_log_file(member.run, group.rank))
             for warning in warnings:
                 warn(warning)
                 log.warning("%s", warning)
-            _fit(run, trainer, run_log, stop_request)
+            _fit(trainer, stop_request, "" if group.rank else _title(trainer, of))
 
 
-def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, stop_request: signals.StopRequest) -> None:
-    done, epochs = trainer.epochs_done, run.config.epochs
-    log.info("%s on %s, %d of %d epochs done", run.directory, run.source.description, done, epochs)
+def _title(trainer: Trainer, of: tuple[int, int]) -> str:
+    config, together = trainer.config, trainer.replicas
+    if together == 1:
+        return f"{config.task.name} {config.sorter.name} seed {config.seed}"
+    first, total = of
+    return f"{config.task.name} runs {first}–{first + together - 1} of {total}"
+
+
+def _fit(trainer: Trainer, stop_request: signals.StopRequest, title: str) -> None:
+    logs, done, epochs = [m.log for m in trainer.members], trainer.epochs_done, trainer.config.epochs
+    for member in trainer.members:
+        log.info("%s on %s, %d of %d epochs done", member.run.directory, member.run.source.description, done, epochs)
     try:
-        trainer.fit(run_log, stop=stop_request)
+        trainer.fit(title, stop_request)
     except DivergedError as error:
-        run_log.finish("diverged", str(error))
         log.error("%s", error)
-        raise
+        if trainer.replicas == 1:
+            raise
     except Stopped as stop:
-        run_log.finish(signals.NAMES[stop.number])
+        _finish(trainer, signals.NAMES[stop.number])
         log.info("%s", stop)
-        if run_log.active:
+        if logs[0].active:
             print(f"{stop}; everything is saved: resume=true goes on", file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        run_log.finish("interrupted")
+        _finish(trainer, "interrupted")
         log.info("interrupted")
-        if run_log.active:
+        if logs[0].active:
             done = trainer.epochs_done
             print(f"interrupted at once, after {done} of {epochs} epochs; resume=true goes on", file=sys.stderr)
         raise
@@ -162,8 +236,16 @@ def _fit(run: Run, trainer: Trainer, run_log: runlog.RunLog, stop_request: signa
     except Exception:
         log.exception("stopped")
         raise
-    run_log.finish("finished")
+    _finish(trainer, "finished")
     log.info("finished")
+
+
+def _finish(trainer: Trainer, status: str) -> None:
+    for member in trainer.members:
+        if member.error:
+            _say(str(member.error))
+        else:
+            member.log.finish(status)
 
 
 def _attempt() -> int:
@@ -172,13 +254,13 @@ def _attempt() -> int:
 
 
 @contextlib.contextmanager
-def _torch_settings(run: Run) -> Iterator[None]:
+def _torch_settings(config: DictConfig) -> Iterator[None]:
     """Those of torch that hold for a whole process. The next run in it may want others."""
     settings = torch.backends.cudnn, torch.backends.cuda.matmul
     threads, tf32 = torch.get_num_threads(), [setting.allow_tf32 for setting in settings]
-    torch.set_num_threads(run.config.threads)
+    torch.set_num_threads(config.threads)
     for setting in settings:
-        setting.allow_tf32 = run.config.tf32
+        setting.allow_tf32 = config.tf32
     try:
         yield
     finally:

@@ -6,8 +6,9 @@ random generator to be saved: every draw is made anew from the run's seed (see `
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,30 +28,43 @@ def save(run: Run, state: dict) -> None:
     checkpoint.save(run.directory, content, run.config.checkpoint.keep)
 
 
-def load(run: Run, group: WorkerGroup, into: Callable[[dict], None], say: Callable[[str], None]) -> dict | None:
-    """Load the run's checkpoint, if there is one, `into` a trainer; returns the metrics as they were `measured` then.
-
-    Called by all ranks. Refuses what belongs to another run, does not fit, or is not the same on all ranks.
-    """
+def load(run: Run, group: WorkerGroup, say: Callable[[str], None]) -> dict | None:
+    """The run's checkpoint, if there is one. Called by all ranks. Refuses what belongs to another run or is not the
+    same on all ranks."""
     first = group.rank == 0
     saved = checkpoint.load(run.directory, say if first else lambda _: None, mend=first)
     refuse_different(group, saved, run.directory)
-    if saved is None:
-        return None
+    if saved is not None:
+        with fitting([run]):
+            refuse_other_settings(run, saved["science"], run.directory)
+            refuse_other_data(saved["data"], run.source.checksums, run.directory)
+            if not (is_count(saved["metrics"]["bytes"]) and isinstance(saved["metrics"]["sha256"], str)):
+                raise TypeError("not a measurement of metrics")
+            progress(saved)
+    return saved
+
+
+@contextlib.contextmanager
+def fitting(runs: Sequence[Run]) -> Iterator[None]:
+    """Whatever a content that does not fit makes of its loading becomes one sentence."""
     try:
-        refuse_other_settings(run, saved["science"], run.directory)
-        refuse_other_data(saved["data"], run.source.checksums, run.directory)
-        metrics = saved["metrics"]
-        if not (is_count(metrics["bytes"]) and isinstance(metrics["sha256"], str)):
-            raise TypeError("not a measurement of metrics")
-        into(saved)
-        return metrics
+        yield
     except CdgrabError:
         raise
-    except Exception as error:  # whatever a content that does not fit makes of the loading
+    except Exception as error:
+        folders = " or ".join(str(run.directory) for run in runs)
         raise CdgrabError(
-            f"the checkpoint in {run.directory} does not fit this run; move the folder away to start this run again"
+            f"the checkpoint in {folders} does not fit this run; move the folder away to start this run again"
         ) from error
+
+
+def progress(state: dict | None) -> tuple[int, int]:
+    """Epochs done, and units visited in the one that is under way."""
+    if state is None:
+        return 0, 0
+    if not (is_count(state["epochs_done"]) and is_count(state["position"])):
+        raise TypeError("not the state of such a run")
+    return state["epochs_done"], state["position"]
 
 
 def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:
@@ -70,8 +84,8 @@ def refuse_other_data(before: dict[str, str], now: dict[str, str], directory: Pa
         )
 
 
-def is_count(value: object, most: float = float("inf")) -> bool:
-    return type(value) is int and 0 <= value <= most
+def is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def alike(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -1,5 +1,7 @@
 """Training steps: gradients of all workers, their mean, one step of the optimiser, block after block.
 
+Of one run, or of several at once: then every tensor has the replicas as its first dimension, before the workers.
+
 `Steps` runs anywhere. `CapturedSteps` does the same on a GPU without Python: a step is captured once as a CUDA graph
 that finds its data by a counter on the device, and is then replayed. Small models would otherwise wait for launches.
 """
@@ -29,15 +31,16 @@ class Steps:
         gradients: Compiled,
         optimiser: Optimiser,
         parameters: Tensor,
-        local_workers: int,
+        first_carry: Sequence[Tensor],
         averager: Averager | SparseAverager | None = None,
         observe_shard: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """gradients: a gradient function; what it gives goes through `averager`, or is the mean already.
+        """parameters [dim] or [replicas, dim].
+        gradients: a gradient function of such; what it gives goes through `averager`, or is the mean already.
         observe_shard: is given what the exchange of every step leaves here (see `cdgrab.runtime.mean`)."""
         self.task, self.gradients, self.optimiser, self.parameters = task, gradients, optimiser, parameters
         self.averager, self.observe_shard = averager, observe_shard
-        self.carry = self.first_carry = task.first_carry(local_workers)
+        self.carry = self.first_carry = first_carry
         self._functions: dict[int, Callable] = {}  # by microbatch: the last step of an epoch may be shorter
 
     def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
@@ -46,19 +49,19 @@ class Steps:
         self.carry = self.first_carry if carry is None else carry
 
     def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
-        """Steps of equal shape, the `first` of an epoch or further ones: visits [local workers, steps, microbatch].
+        """Steps of equal shape, the `first` of an epoch or further ones: visits [..., workers, steps, microbatch].
 
-        Returns the unit gradients [local workers, steps × microbatch, dim], empty where nobody looks at them, and the
-        losses [local workers, steps].
+        Returns the unit gradients [..., workers, steps × microbatch, dim], empty where nobody looks at them, and the
+        losses [..., workers, steps].
         """
         if first:
             self.carry = self.first_carry
-        data = self.task.fetch("train", visits.transpose(0, 1).contiguous())
+        data = self.task.fetch("train", visits.movedim(-2, 0).contiguous())
         batches = list(zip(*(tensor.unbind(0) for tensor in data), strict=True))
-        if (microbatch := visits.shape[2]) not in self._functions:
+        if (microbatch := visits.shape[-1]) not in self._functions:
             self._functions[microbatch] = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
         compute, optimiser, seen = self._functions[microbatch], self.optimiser, []
-        losses = self.parameters.new_empty(visits.shape[:2])  # small tensors that stay would leave holes in the memory
+        losses = self.parameters.new_empty(visits.shape[:-1])  # small tensors that stay would leave holes in the memory
         clock.append(("data", perf_counter()))
         for step, batch in enumerate(batches):
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
@@ -70,11 +73,11 @@ class Steps:
                 self.observe_shard(shard)
                 clock.append(("ordering", perf_counter()))
             self.parameters, *optimiser.state = optimiser.update(self.parameters, mean, *optimiser.state)
-            losses[:, step] = worker_losses
+            losses[..., step] = worker_losses
             if unit_gradients.numel():
                 seen.append(unit_gradients)
             clock.append(("optimiser", perf_counter()))
-        return torch.cat(seen, dim=1) if seen else self.parameters.new_empty(0), losses
+        return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses
 
 
 class CapturedSteps(Steps):
@@ -91,7 +94,7 @@ class CapturedSteps(Steps):
         observe: Callable[[Tensor], None] | None = None,
     ) -> None:
         """block_steps: at most, per call of `run`.
-        observe: is given the unit gradients of every `kept_steps` steps, [local workers, units, dim], which the next
+        observe: is given the unit gradients of every `kept_steps` steps, [..., workers, units, dim], which the next
         steps overwrite; `run` returns none. Nothing waits for the GPU, and few gradients are held."""
         super().__init__(*parts)
         self.block_steps, self.kept_steps, self.observe = block_steps, kept_steps, observe
@@ -107,15 +110,15 @@ class CapturedSteps(Steps):
     def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
         if first:
             _overwrite(self.carry, self.first_carry)
-        microbatch = visits.shape[2]
+        microbatch = visits.shape[-1]
         if microbatch not in self._captured:
             before = [state.clone() for state in self._state()]
-            self._captured[microbatch] = _Block(self, visits[:, 0])
+            self._captured[microbatch] = _Block(self, visits[..., 0, :])
             _overwrite(self._state(), before)
         block = self._captured[microbatch]
-        block.begin(visits.transpose(0, 1))
+        block.begin(visits.movedim(-2, 0))
         clock.lap("data")
-        steps = visits.shape[1]
+        steps = visits.shape[-2]
         for step in range(1, steps + 1):
             block.replay()
             if self.observe and (step % self.kept_steps == 0 or step == steps):
@@ -123,7 +126,7 @@ class CapturedSteps(Steps):
                 self.observe(block.unit_gradients(1 + (step - 1) % self.kept_steps))
                 clock.lap("ordering")
         clock.lap("gradients")
-        return self.parameters.new_empty(0), block.losses[:steps].T
+        return self.parameters.new_empty(0), block.losses[:steps].movedim(0, -1)
 
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
@@ -133,18 +136,20 @@ class _Block:
     """One step and the buffers it reads and writes."""
 
     def __init__(self, steps: CapturedSteps, sample: Tensor) -> None:
-        device, (workers, microbatch) = sample.device, sample.shape
+        device, workers = sample.device, sample.shape[:-1]
         self._steps = steps
-        self.visits = sample.expand(steps.block_steps, workers, microbatch).clone()
+        self.visits = sample.expand(steps.block_steps, *sample.shape).clone()
         self.step = torch.zeros(2, dtype=torch.long, device=device)  # of the block, and of those whose gradients stay
         self.steps = torch.tensor([steps.block_steps, steps.kept_steps], device=device)
-        dim, dtype = len(steps.parameters), steps.parameters.dtype
-        kept = steps.kept_steps if steps.observe else 0
-        self.kept = torch.empty(kept, workers, microbatch, dim, dtype=dtype, device=device)
-        self._wide = _widest(self.kept)
-        self.losses = torch.empty(steps.block_steps, workers, dtype=dtype, device=device)
+        dim, dtype = steps.parameters.shape[-1], steps.parameters.dtype
+        self.losses = torch.empty(steps.block_steps, *workers, dtype=dtype, device=device)
+        if steps.observe:
+            batch = steps.task.fetch("train", sample)
+            some = steps.gradients(steps.parameters, *steps.carry, *batch)[0]  # [..., workers, microbatch, dim]
+            self.kept = torch.empty(steps.kept_steps, *some.shape, dtype=dtype, device=device)
+            self._wide = _widest(self.kept)
         if steps.averager:  # by Python, between the step's two halves
-            self._means = torch.empty(workers, dim, dtype=dtype, device=device)
+            self._means = torch.empty(*workers, dim, dtype=dtype, device=device)
             self._mean = torch.zeros(dim, dtype=dtype, device=device)
             self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
         else:
@@ -179,13 +184,13 @@ class _Block:
         self.step.copy_((self.step + 1) % self.steps)
 
     def begin(self, visits: Tensor) -> None:
-        """visits [steps, workers, microbatch]"""
+        """visits [steps, ..., workers, microbatch]"""
         self.visits[: len(visits)].copy_(visits)
         self.step.zero_()
 
     def unit_gradients(self, steps: int) -> Tensor:
-        """Of the first that are kept, [workers, units, dim]."""
-        return self.kept[:steps].transpose(0, 1).flatten(1, 2)
+        """Of the first that are kept, [..., workers, units, dim]."""
+        return self.kept[:steps].movedim(0, -3).flatten(-3, -2)
 
 
 def _widest(steps: Tensor) -> torch.dtype:

@@ -15,11 +15,11 @@ import sys
 from cdgrab.runtime.group import DEVICES, pick_device
 from experiments.store import bench as store
 from scripts.arguments import Parser, exit_status
-from scripts.bench import balance, dropin, epoch, memory, peers, traffic
+from scripts.bench import balance, dropin, epoch, fleet, memory, peers, traffic
 from scripts.bench.measure import SIZES, manifest, measured
 
 # each has `measure(device, size)`, which yields rows, and `describe(row)`, one line for people
-MODULES = (balance, epoch, traffic, memory, peers, dropin)
+MODULES = (balance, epoch, traffic, memory, peers, dropin, fleet)
 BENCHMARKS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -100,7 +100,7 @@ def main(target: str, *settings: str) -> None:
     run = compose(list(settings))
     code = load_code(run.config.device)
     trainer = make_trainer(run)
-    order = trainer.sorter.order(0)
+    order = trainer.members[0].sorter.order(0)
     with torch.no_grad():
         for epoch in range(EPOCHS):
             order, _ = train_epoch(trainer, order, epoch)

@@ -28,7 +28,7 @@ from experiments.tasks import make_task
 from experiments.tasks.base import Classification, Task, initialised
 from experiments.training.config import Run, compose
 from experiments.training.gradients import FlatParameters
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from scripts.bench.measure import summary
 
 BATCH, MOMENTUM = 16, 0.9
@@ -156,10 +156,10 @@ def _both(made: tuple[Run, Task], epochs: int, device: str) -> dict:
     """Microseconds per step of every epoch but the first, and the loss after the last: our sorter in the plain loop,
     the peer in the same, and our own loop."""
     run, task = made
-    trainer = Trainer(run, task, WorkerGroup(1), torch.device(device))
+    trainer = alone(run, task, WorkerGroup(1), torch.device(device))
     owned, steps, wait = trainer.owned[0], trainer.steps, finish_on(device)
     loops = {name: PlainLoop(run, task, owned) for name in ("ours", "peer")}
-    order = trainer.sorter.order(0)
+    order = trainer.members[0].sorter.order(0)
     sorters = {
         "ours": Ours(run, len(owned), trainer.flat),
         "peer": Peer(run, len(owned), trainer.flat.dim, trainer.device, order[0]),

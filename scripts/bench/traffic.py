@@ -21,7 +21,7 @@ from cdgrab.runtime import group as workers
 from experiments.studies.timing import SORTERS, train_epoch, under_torchrun
 from experiments.tasks.base import Task
 from experiments.training.config import Run, compose
-from experiments.training.loop import Trainer
+from experiments.training.loop import alone
 from scripts.bench.measure import report
 
 DIM = {"smoke": 40_000, "quick": 1_080_000, "full": 1_080_000}  # the LSTM's
@@ -94,10 +94,10 @@ def bytes_per_step(sorter: str, count: int, units_per_step: int, dim: int) -> fl
         [f"sorter={sorter}", f"workers={count}", f"task.batch={per_step}", "task.dtype=float32", "data=embedded"]
     )
     group = workers.connect(count)
-    trainer = Trainer(run, Pull(run, dim, per_step * STEPS), group, torch.device("cpu"))
+    trainer = alone(run, Pull(run, dim, per_step * STEPS), group, torch.device("cpu"))
     before = group.traffic.sent
     with torch.no_grad():
-        train_epoch(trainer, trainer.sorter.order(0), 0)
+        train_epoch(trainer, trainer.members[0].sorter.order(0), 0)
     return (group.traffic.sent - before) / trainer.steps
 
 

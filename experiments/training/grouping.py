@@ -1,0 +1,60 @@
+"""Which runs of a sweep train together, and how many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cdgrab.sorters import SORTERS
+from experiments.tasks.base import DTYPES
+from experiments.training.config import Run
+from experiments.training.member import Member
+from experiments.training.memory import free_memory
+from experiments.training.optimisers import SETTINGS
+
+MAY_DIFFER = ("seed", "sorter.", *(f"task.{name}" for name in SETTINGS))
+MUST_AGREE = ("device", "compile", "threads", "timeout", "data", "data_root", "resume", "checkpoint", "replicas")
+
+
+def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1) -> list[list[int]]:
+    """The numbers of the runs that train together, in the order of the first of each group.
+
+    They share task, model, data and shapes, and differ in seed, sorter, or the numbers of the optimiser and its
+    schedule. `alone`: which ones need processes to themselves. `parts`: of every group, to be trained at once.
+    """
+    together: dict[str, list[int]] = {}
+    for number, (run, on_its_own) in enumerate(zip(runs, alone, strict=True)):
+        together.setdefault(str(number) if on_its_own or not may_share(run) else _likeness(run), []).append(number)
+    return [
+        group[start : start + size]
+        for group in together.values()
+        for size in [_size(len(group), runs[group[0]].config.replicas, parts)]
+        for start in range(0, len(group), size)
+    ]
+
+
+def may_share(run: Run) -> bool:
+    """Sparsifiers keep a state for every worker: runs with one train alone."""
+    return run.config.replicas != 1 and run.config.sparsifier.name == "dense"
+
+
+def _likeness(run: Run) -> str:
+    config, science = run.config, run.science
+    same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
+    if config.task.batch > config.workers:  # unit gradients cost something only where a step takes several units
+        same["looks"] = SORTERS[config.sorter.name].needs_gradients
+    return str([sorted(same.items(), key=str), [str(config.get(key)) for key in MUST_AGREE]])
+
+
+def _size(runs: int, replicas: int | str, parts: int) -> int:
+    most = -(-runs // parts)
+    return most if replicas == "auto" else min(most, replicas)
+
+
+def fit_in_memory(member: Member) -> int:
+    """How many runs like this one half of the free memory has room for."""
+    config, dim = member.config, member.flat.dim
+    data = sum(tensor.nbytes for tensor in member.task.data["train"]) if hasattr(member.task, "data") else 0
+    unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
+    vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients on their way
+    own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
+    return max(1, free_memory(member.device) // (2 * own))

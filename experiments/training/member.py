@@ -1,0 +1,146 @@
+"""One run among those that train together: its data, its order, its state, and what is measured of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from cdgrab import streams
+from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.state import collected
+from cdgrab.sorters import make_sorter
+from experiments.tasks.base import Task
+from experiments.training.compiled import Compiled
+from experiments.training.config import Run
+from experiments.training.evaluation import evaluate, replayed_herding
+from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.parts import BLOCK_BYTES, make_sparse_mean, warm_up_sorter
+from experiments.training.runlog import RunLog
+
+
+class Member:
+    """What belongs to one run alone. Parameters, optimiser and steps are those of the trainer."""
+
+    def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
+        config = run.config
+        self.run, self.config, self.task, self.group, self.device = run, config, task, group, device
+        owned = task.partition(streams.permutation(task.train_units, config.seed, "partition"), config.seed)
+        self.owned = owned[group.local].to(device)  # [local workers, units]
+        self.flat = FlatParameters(task.model)
+        self.units = owned.shape[1]
+        self.sorter = make_sorter(
+            workers=config.workers, units=self.units, dim=self.flat.dim, seed=config.seed, group=group, **config.sorter
+        )
+        self.sparse_mean = make_sparse_mean(config, self.flat, group)
+        self.log: RunLog | None = None
+        self.current: Tensor | None = None  # its order in this epoch
+        self.first_parameters: Tensor | None = None  # of the epoch, where the herding bound is due
+        self.error: CdgrabError | None = None  # why it goes no further
+        self._unit_gradients: Compiled | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For the manifest."""
+        return {
+            "workers": self.config.workers,
+            "units": self.units,
+            "microbatch": self.task.units_per_step,
+            "steps_per_epoch": -(-self.units // self.task.units_per_step),
+            "parameters": self.flat.dim,
+        }
+
+    def first_vector(self) -> Tensor:
+        """The model's initial parameters [dim]."""
+        return self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
+
+    def warm_up(self, unit_gradients: Tensor) -> None:
+        """Compile the kernels of its sorter before any clock runs; unit_gradients [workers, units, dim]."""
+        warm_up_sorter(self.config.sorter, unit_gradients)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        """Its own part of a checkpoint. Called by all ranks; what belongs to workers comes together on rank 0."""
+        return {
+            "first_parameters": self.first_parameters,  # of an epoch that is under way
+            "sparsified": self.sparse_mean.running_sums() if self.sparse_mean else None,
+            **{name: collected(part.state_dict(), self.group) for name, part in self._parts().items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        first = state["first_parameters"]
+        self.first_parameters = None if first is None else first.to(self.device)
+        if state["position"] and self.sparse_mean:
+            self.sparse_mean.load_running_sums(state["sparsified"])
+
+    def _parts(self) -> dict:
+        """What has a state of its own, by its name in the checkpoint."""
+        return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def start_epoch(self, epochs_done: int, parameters: Tensor) -> None:
+        self.first_parameters = parameters.clone() if self.herding_is_due(epochs_done) else None
+
+    def order(self, epoch: int) -> Tensor:
+        """[local workers, units]; of a run that has ended, its last."""
+        self.current = self.current if self.error else self.sorter.order(epoch)
+        return self.current
+
+    def order_ahead(self, epochs_done: int) -> None:
+        """The next order is ready before its herding bound is looked at, which is not training."""
+        if self.herding_is_due(epochs_done):
+            self.sorter.order(epochs_done + 1)
+
+    def end(self, error: CdgrabError) -> None:
+        """It goes no further, and says so; the others go on."""
+        self.error = error
+        if self.log:
+            self.log.finish("diverged" if isinstance(error, DivergedError) else "refused", str(error))
+
+    def diverged(self, epochs_done: int, where: str) -> DivergedError:
+        kept = "no epoch was finished"
+        if epochs_done:
+            kept = f"the checkpoint of epoch {epochs_done} and the metrics so far are kept in {self.run.directory}"
+        return DivergedError(
+            f"training diverged in epoch {epochs_done + 1} {where}: the loss is no longer finite with "
+            f"task.lr={self.config.task.lr:g}; {kept}"
+        )
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, parameters: Tensor) -> dict[str, float]:
+        """Full train loss over all workers' units, and test metrics."""
+        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group)
+
+    def herding_is_due(self, epochs_done: int) -> bool:
+        every = self.config.task.herding_every
+        return bool(every) and (epochs_done + 1) % every == 0
+
+    def herding(self, epochs_done: int) -> dict[str, float]:
+        """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
+        if not self.herding_is_due(epochs_done):
+            return {}
+        if self._unit_gradients is None:
+            how = self.config.task.gradients
+            compute = gradient_function(self.task, self.flat, True, how)
+            self._unit_gradients = Compiled(compute, self.config.compile == "auto" and how == "vmap")
+        visits = self.owned.gather(1, self.sorter.order(epochs_done + 1).to(self.device))
+        at_once = max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
+        return replayed_herding(self.task, self._unit_gradients, self.first_parameters, visits, self.group, at_once)
+
+    def more_metrics(self, epochs_done: int) -> dict:
+        """Beside those of the task: of its orders and of its sparsifier."""
+        everybodys = self.group.gather(self.current).numpy().astype("<i8").tobytes()
+        metrics = self.herding(epochs_done) | {"order_hash": hashlib.sha256(everybodys).hexdigest()}
+        return metrics | ({"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {})
+
+
+def all_finite(metrics: dict[str, float]) -> bool:
+    return all(map(math.isfinite, metrics.values()))
