@@ -18,7 +18,7 @@ from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.evaluation import evaluate, replayed_herding
 from experiments.training.gradients import FlatParameters, gradient_function
-from experiments.training.parts import BLOCK_BYTES, make_sparse_mean, warm_up_sorter
+from experiments.training.parts import JUDGED_BYTES, make_sparse_mean, warm_up_sorter
 from experiments.training.runlog import RunLog
 
 
@@ -132,7 +132,7 @@ class Member:
             compute = gradient_function(self.task, self.flat, True, how)
             self._unit_gradients = Compiled(compute, self.config.compile == "auto" and how == "vmap")
         visits = self.owned.gather(1, self.sorter.order(epochs_done + 1).to(self.device))
-        at_once = max(1, BLOCK_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
+        at_once = max(1, JUDGED_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
         return replayed_herding(self.task, self._unit_gradients, self.first_parameters, visits, self.group, at_once)
 
     def more_metrics(self, epochs_done: int) -> dict:

@@ -16,6 +16,7 @@ from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
 from experiments.training.gradients import FlatParameters
 
 BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
+JUDGED_BYTES = {"cpu": 32 * 2**20, "cuda": 2**31}  # of unit gradients in float64 when an order is judged
 MOST_STEPS_PER_BLOCK = 256
 
 
