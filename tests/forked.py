@@ -1,5 +1,6 @@
 """Processes that share one start of Python: forked when everything is imported, they meet as if started by torchrun."""
 
+import gc
 import os
 import socket
 
@@ -17,6 +18,7 @@ def forked(processes, work, *arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # else collecting garbage in a process copies the memory that it shares with this one
     every = (processes, port, work, arguments)
     running = start_processes(_rank, every, processes, join=False, start_method="fork")
     store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)  # that of torchrun's agent
