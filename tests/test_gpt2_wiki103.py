@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from cdgrab.errors import CdgrabError
 from experiments import train
@@ -84,6 +83,8 @@ def transposed(mine, theirs):
 
 def transformers_twin(model):
     """`transformers`' GPT-2 with the same weights, in float64."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # seconds, in every process that collects tests
+
     body = model.body
     config = GPT2Config(
         vocab_size=body.tokens.num_embeddings,
@@ -395,6 +396,8 @@ def test_embedded_default_is_wikipedia_with_tokens_trained_on_it():
 
 @real_data
 def test_gpt2s_tokens_equal_transformers():
+    from transformers import GPT2Tokenizer
+
     folder = Path(os.environ["CDGRAB_DATA"], "gpt2")
     tokenizer, checksums = bpe.read_gpt2(folder, "")
     oracle = GPT2Tokenizer(*(str(folder / name) for name in checksums))
