@@ -1,5 +1,6 @@
 """Settings and helpers shared by the tests."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -144,6 +145,10 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported stays: looking through it for garbage takes long, and more so in forked processes
 
 
 @pytest.fixture(scope="session")
