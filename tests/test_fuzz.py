@@ -8,7 +8,7 @@ import pytest
 from scripts import soak
 from scripts.fuzz import __main__ as fuzz
 
-INPUTS = {"settings": 30, "files": 30, "runs": 40, "gradients": 300}
+INPUTS = {"settings": 20, "files": 20, "runs": 24, "gradients": 300}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
