@@ -159,6 +159,7 @@ BAD = [
     (["task=lstm_wiki2", "task.layers=true"], "task.layers must be a whole number of at least 1"),
     (["sorter=kh", "sorter.epochs=abc"], "epochs must be a whole number"),
     (["sorter=d_rr", "sorter.shared=banana"], "shared must be true or false"),
+    (["sorter=d_rr", "sorter.shared=1"], "shared must be true or false"),
     (["task.schedule.kind=step"], "task.schedule.every must be a whole number of at least 1"),
     (["task.train_share=abc"], "task.train_share must be a number"),
     (["task.state=NY"], "task.state=NY needs the HMDA files, data=embedded finds none"),
