@@ -41,7 +41,7 @@ def number(
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):  # 1 is not true
+    if not any(value == each and type(value) is type(each) for each in allowed):  # 1 is not true
         *first, last = (str(each).lower() if isinstance(each, bool) else str(each) for each in allowed)
         raise CdgrabError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
