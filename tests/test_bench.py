@@ -17,7 +17,7 @@ from experiments.store import bench as bench_results
 from experiments.studies import timing
 from experiments.tasks import make_task
 from experiments.training.config import compose
-from scripts.bench import balance, epoch, flips, measure, memory, peers, traffic
+from scripts.bench import balance, epoch, fleet, flips, measure, memory, peers, traffic
 from scripts.bench.__main__ import main
 
 KEYS = {  # as the issue names them
@@ -31,11 +31,13 @@ KEYS = {  # as the issue names them
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A folder with smoke results of the two benchmarks that are quick."""
+    """A folder with smoke results of the benchmarks that are quick."""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CDGRAB_BENCH", str(folder))
-        for name in ("balance", "traffic"):
+        task, settings, _ = fleet.CASES["cpu"][0]
+        patch.setitem(fleet.CASES, "cpu", [(task, [*settings, "compile=off"], 2)])
+        for name in ("balance", "traffic", "fleet"):
             assert main([name, "--size", "smoke", "--device", "cpu"]) == 0
     return folder
 
@@ -44,6 +46,12 @@ def measured(tmp_path_factory):
 def results(measured, monkeypatch):
     monkeypatch.setenv("CDGRAB_BENCH", str(measured))
     return measured
+
+
+def test_runs_together_are_measured_on_whatever_data_there_is(results):
+    (row,) = bench_results.read_rows("fleet")
+    assert (row["task"], row["replicas"]) == ("lr_hmda", 2) and row["data"]
+    assert row["speedup"] == pytest.approx((row["cd_grab_s"] + row["d_rr_s"]) / row["together_s"], rel=0.01)
 
 
 def test_rows_have_the_agreed_keys_and_plausible_values(results):

@@ -25,7 +25,7 @@ SORTERS = ("cd_grab", "d_rr")
 # task, settings, runs together; by device
 CASES = {
     "cpu": [
-        ("lr_hmda", ["experiment=fig3a_lr_hmda", "task.state=NJ"], 10),
+        ("lr_hmda", ["experiment=fig3a_lr_hmda"], 10),
         ("mlp_m4", ["experiment=fig3c_mlp_m4"], 8),
     ],
     "cuda": [
