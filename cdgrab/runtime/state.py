@@ -18,7 +18,7 @@ Values = dict[str, object]
 class WorkerState:
     """Saves itself: what a subclass keeps in attributes goes into the state without a word from it.
 
-    A tensor whose first dimension is this process's workers belongs to the workers; everything else is common to all.
+    Tensors named in `per_worker` have a row for each of this process's workers; everything else is common to all.
     Attributes set before `_remember_settings` and those named in `options` are settings. A subclass that keeps more
     than its state in attributes names the state in `saved`. A state belongs to one identity: the class, its `decisive`
     settings, and the options kept under their own names; options kept otherwise only say how the work is done.
@@ -28,6 +28,8 @@ class WorkerState:
     decisive: tuple[str, ...]  # settings that decide what it does
     progress: tuple[str, ...]  # whole numbers that say how far it is
     saved: tuple[str, ...] | None = None
+    base_per_worker: tuple[str, ...] = ()  # those of the base class
+    per_worker: tuple[str, ...] | None = None  # those of a subclass; None: it has said nothing about its tensors
     options: tuple[str, ...] = ()
     workers: int
     group: WorkerGroup
@@ -84,7 +86,7 @@ class WorkerState:
         no_state = {*self._settings, *self.options, *self.progress}
         for name in (name for name in vars(self) if name not in no_state) if self.saved is None else self.saved:
             value = getattr(self, name)
-            if isinstance(value, Tensor) and value.dim() and len(value) == self.group.local_workers:
+            if self._belongs_to_workers(name, value):
                 per_worker[name] = value
             elif _can_be_saved(value):
                 common[name] = value
@@ -94,6 +96,19 @@ class WorkerState:
                     "tensors, numbers, text, and lists or dicts of them"
                 )
         return per_worker, common
+
+    def _belongs_to_workers(self, name: str, value: object) -> bool:
+        """The shape does not tell: a tensor [dim] may happen to be as long as there are workers."""
+        what, named = f"{type(self).__name__}.{name}", (*self.base_per_worker, *(self.per_worker or ()))
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.group.local_workers
+        if name in named and not has_rows:
+            raise CdgrabError(f"{what} is named in per_worker, but does not have a row for each worker hosted here")
+        if name not in named and has_rows and self.per_worker is None:
+            raise CdgrabError(
+                f"{what} has as many rows as there are workers here: say per_worker = ({name!r},) if they belong to "
+                "the workers, per_worker = () if all workers share them"
+            )
+        return name in named
 
     def _value_names(self) -> tuple[set[str], set[str]]:
         """Of `_values`, without asking other processes for any."""
@@ -126,7 +141,10 @@ def copied(value: object) -> object:
         return value.clone()
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, list) else copy.copy(value)
+    if isinstance(value, list | tuple):
+        items = [copied(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return copy.copy(value)
 
 
 def _can_be_saved(value: object) -> bool:

@@ -23,13 +23,15 @@ class Sorter(WorkerState):
     """Chooses, epoch by epoch, the order in which each worker visits its units.
 
     A subclass implements `next_order` and, if it looks at gradients, `look`. Tensors, numbers and lists that it keeps
-    in attributes are saved and restored by themselves; options of its own are named in `options` and kept under the
-    same names. It is used by name once it is registered: `SORTERS["mine"] = Mine`.
+    in attributes are saved and restored by themselves; tensors with a row for each worker are named in `per_worker`.
+    Options of its own are named in `options` and kept under the same names. It is used by name once it is
+    registered: `SORTERS["mine"] = Mine`.
     """
 
     kind = "sorter"
     decisive = ("workers", "units", "dim", "seed", "initial")
     progress = ("epoch", "position")  # mid-epoch too
+    base_per_worker = ("current",)
     label: str = ""  # in figures and tables
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False  # True for every subclass with a `look` of its own

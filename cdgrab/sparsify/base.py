@@ -40,14 +40,15 @@ class Stats(dict):
 class Sparsifier(WorkerState):
     """A subclass implements `select` and, if it adapts, `prepare` and `learn`.
 
-    Tensors, numbers and lists that it keeps in attributes are saved and restored by themselves; options of its own are
-    named in `options` and kept under the same names. It is used by name once it is registered:
-    `SPARSIFIERS["mine"] = Mine`.
+    Tensors, numbers and lists that it keeps in attributes are saved and restored by themselves; tensors with a row for
+    each worker are named in `per_worker`. Options of its own are named in `options` and kept under the same names. It
+    is used by name once it is registered: `SPARSIFIERS["mine"] = Mine`.
     """
 
     kind = "sparsifier"
     decisive = ("workers", "dim", "density")
     progress = ("iteration",)
+    base_per_worker = ("_residual",)
     label: str = ""
     options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
     exclusive: bool = False  # workers never select the same coordinate

@@ -34,7 +34,8 @@ def fitted_threshold(values: Tensor, density: float, stages: int) -> float:
 
 class SIDCo(Sparsifier):
     label = "SIDCo"
-    saved = ("_residual", "_stages", "_direction", "_ratios", "_last")
+    per_worker = ("_stages", "_direction", "_ratios", "_last")
+    saved = ("_residual", *per_worker)
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
