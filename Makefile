@@ -14,12 +14,13 @@ DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VE
 
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
-          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) $(if $(DATA),--data $(DATA))
+          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) \
+          $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(DATA),--data $(DATA))
 
 .PHONY: help setup test lint bench figures report clean
 
 help: ## this list
-	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [DATA=auto|embedded]"; echo
+	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^study-%:/study-<name>:/; s/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
 	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10 gpt2-wiki103 glue; reproduce-all takes them in turn"
 	@echo "studies: $$(basename -s .yaml configs/study/*.yaml | tr _ - | xargs)"
@@ -54,7 +55,7 @@ reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table
 	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
 
 study-%: $(READY) ## a study: results/studies, its notebook and figures, verdicts in results/STUDIES.md
-	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
+	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(SORTERS),'study.sorters=[$(SORTERS)]') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
 
 data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
 	@$(BIN)/python -m scripts.get_data '$*'

@@ -30,14 +30,19 @@ from omegaconf import DictConfig
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from experiments.training.config import CONFIGS, check_choices, compose_config, known_names, one_line
+from experiments.training.extensions import extend_with
 from experiments.training.launcher import launch, launch_all, prepare
 from experiments.training.session import exit_status
 
 SWEEP = {"-m", "--multirun"}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: that of the first run that failed. A signal ends the process."""
+def main(arguments: list[str] | None = None, extension: str | None = None) -> int:
+    """Exit status: that of the first run that failed. A signal ends the process.
+
+    extension: a file that every process loads, beside those of CDGRAB_EXTEND."""
+    if extension:
+        extend_with(extension)
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")

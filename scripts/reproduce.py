@@ -157,6 +157,7 @@ def _parse(command_line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=positive, help="how many logical workers (default: the experiment's)")
     parser.add_argument("--nproc", help="processes that host the workers (default: auto, one per GPU or one on a CPU)")
     parser.add_argument("--jobs", type=positive, help="runs at the same time (default: the experiment's, 1 or 2)")
+    parser.add_argument("--replicas", help="runs that train together: auto (default), or at most so many")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
     parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     return parser.parse_args(command_line)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import shutil
 import signal
 import sys
@@ -15,12 +16,13 @@ from cdgrab.errors import CdgrabError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS, Sorter, make_sorter
 from cdgrab.sparsify import SPARSIFIERS
-from experiments import train
+from experiments import launch, train
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.studies import base as studies
 from experiments.studies import sorters
 from experiments.tasks import TASKS, make_task
+from experiments.training import launcher
 from experiments.training.config import choices, compose
 from experiments.training.loop import alone
 from experiments.training.runlog import RunLog
@@ -30,22 +32,33 @@ REGISTRIES = (SORTERS, SPARSIFIERS, TASKS)
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
-    """Copies a recipe out of the project and imports it; its name is forgotten afterwards."""
-    before, loaded = [dict(registry) for registry in REGISTRIES], []
+def copied(tmp_path):
+    """Copies a recipe out of the project; the name that it registers is forgotten afterwards."""
+    before = [dict(registry) for registry in REGISTRIES]
 
-    def imported(name):
+    def copy(name):
         for path in (ROOT / "examples" / "extend").glob(f"{name}.*"):
             shutil.copy(path, tmp_path)
-        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path / f"{name}.py"
+
+    yield copy
+    for registry, names in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(names)
+
+
+@pytest.fixture
+def recipe(copied, monkeypatch):
+    """Copies a recipe and imports it."""
+    loaded = []
+
+    def imported(name):
+        monkeypatch.syspath_prepend(copied(name).parent)
         module = importlib.import_module(name)
         loaded.append(name)
         return module
 
     yield imported
-    for registry, names in zip(REGISTRIES, before, strict=True):
-        registry.clear()
-        registry.update(names)
     for name in loaded:
         del sys.modules[name]
 
@@ -164,6 +177,70 @@ def test_a_sorter_whose_state_cannot_be_saved_is_refused(tmp_path):
         careless.state_dict()
 
 
+class Centred(Sorter):
+    """Keeps something of every worker, and something that all have in common."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.norms, self.centre = torch.zeros(self.local_workers), torch.zeros(self.dim)
+        self.last = (torch.zeros(1), 0)
+
+    def look(self, gradients):
+        self.norms += gradients.norm(dim=(1, 2))
+        self.centre += self.position
+        self.last[0].add_(1)
+
+    def next_order(self, epoch):
+        return self.random_order(epoch)
+
+
+class Declared(Centred):
+    per_worker = ("norms",)
+
+
+def after_an_epoch(workers, dim, processes):
+    """The sorters of all processes; gradients are those of their workers."""
+    sorters, gradients = [], torch.arange(1.0, workers * 2 * dim + 1).reshape(workers, 2, dim)
+    for rank in range(processes):
+        group = WorkerGroup(workers, rank, processes)
+        sorters.append(Declared(workers=workers, units=2, dim=dim, group=group))
+        sorters[-1].order(0)
+        for k in range(2):
+            sorters[-1].observe([k], gradients[group.local, k : k + 1])
+    return sorters
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4])  # as many as workers, or as workers of a process, too
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2)])
+def test_what_belongs_to_workers_does_not_depend_on_sizes_that_happen_to_be_equal(dim, before, after):
+    states = [sorter.state_dict() for sorter in after_an_epoch(4, dim, before)]
+    parts = [state["per_worker"] for state in states]
+    whole = states[0] | {"per_worker": {name: torch.cat([part[name] for part in parts]) for name in parts[0]}}
+    assert set(whole["per_worker"]) == {"current", "norms"} and whole["common"].keys() == {"centre", "last"}
+    for expected in after_an_epoch(4, dim, after):
+        resumed = Declared(workers=4, units=2, dim=dim, group=expected.group)
+        resumed.load_state_dict(whole)
+        for name in ("current", "norms", "centre"):
+            assert torch.equal(getattr(resumed, name), getattr(expected, name))
+
+
+def test_a_tensor_that_may_belong_to_workers_or_to_all_is_refused_until_the_class_says():
+    with pytest.raises(CdgrabError, match=r"Centred.norms has as many rows as .* say per_worker = \('norms',\)"):
+        Centred(workers=4, units=2, dim=3).state_dict()
+    mistaken = Declared(workers=4, units=2, dim=3)
+    mistaken.norms = torch.zeros(3)
+    with pytest.raises(CdgrabError, match="Declared.norms is named in per_worker, but does not have a row"):
+        mistaken.state_dict()
+
+
+def test_a_saved_state_stays_as_it_was():
+    (sorter,) = after_an_epoch(4, 4, 1)
+    state = sorter.state_dict()
+    sorter.order(1)
+    sorter.observe([0, 1], torch.ones(4, 2, 4))
+    assert float(state["common"]["last"][0]) == 2.0 and float(sorter.last[0]) == 3.0
+
+
 def test_a_sparsifier_of_ones_own_averages_what_it_selects(recipe, tmp_path):
     recipe("sparsifier")
     settings = [*SMALL, "sparsifier=random_k", "sparsifier.density=0.25", "sorter=shuffle_once"]
@@ -223,3 +300,34 @@ def test_all_that_is_wrong_with_a_task_of_ones_own_is_said_at_once(recipe):
     assert sentence.startswith("5 settings are wrong: ") and "\n" not in sentence
     for key in ("task.points", "task.lr", "task.hidden", "workers must", "rule must be greedy or walk"):
         assert key in sentence
+
+
+def test_every_command_loads_the_files_of_CDGRAB_EXTEND(copied, monkeypatch, tmp_path):
+    """And their settings beside them; what several processes make of it is tested with studies and sweeps."""
+    files = [copied("task"), copied("sorter")]
+    monkeypatch.setenv("CDGRAB_EXTEND", os.pathsep.join(map(str, files)))
+    run = compose(["task=spirals", "sorter=longest_first"])
+    assert (run.config.task.hidden, run.config.sorter.initial) == (16, "random")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\ntorch.nonsense\n")
+    for path, complaint in (
+        (broken, "AttributeError: module"),
+        (tmp_path / "none.py", "is not a file"),
+    ):
+        monkeypatch.setenv("CDGRAB_EXTEND", str(path))
+        with pytest.raises(CdgrabError, match=f"{path}.*{complaint}"):
+            compose(["task=lr_hmda"])
+
+
+def test_the_command_line_of_a_recipe_names_it_to_the_processes_that_it_starts(copied, monkeypatch, tmp_path):
+    file, found = copied("sorter"), []
+
+    def torchrun(arguments, processes):
+        found.append((os.environ["CDGRAB_EXTEND"].split(os.pathsep), processes, arguments[-2]))
+        return 3
+
+    monkeypatch.setattr(launcher, "torchrun", torchrun)
+    monkeypatch.setenv("CDGRAB_EXTEND", str(copied("task")))
+    settings = ["sorter=longest_first", *SMALL, f"run_dir={tmp_path / 'run'}", "nproc=2"]
+    assert launch.main(settings, extension=str(file)) == 3
+    assert found == [([str(file), str(tmp_path / "task.py")], 2, "nproc=2")]

@@ -350,11 +350,13 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(repr
     ("number", "jobs", "replicas", "under_way"), [(signal.SIGINT, 1, "1", 1), (signal.SIGTERM, 2, "auto", 3)]
 )
 def test_a_signal_ends_the_whole_sweep(checkout, number, jobs, replicas, under_way):
-    """Not only the runs under way: a sweep that goes on unseen would train on code that is being edited."""
+    """Not only the runs under way: a sweep that goes on unseen would train on code that is being edited. The sorter is
+    one that every process finds by CDGRAB_EXTEND."""
     command = [sys.executable, "-m", "experiments.launch", "-m", "data=embedded", "epochs=5000", "seed=0,1,2"]
-    command += ["compile=off", f"jobs={jobs}", f"replicas={replicas}"]
+    command += ["sorter=longest_first", "compile=off", f"jobs={jobs}", f"replicas={replicas}"]
     runs = checkout / "results" / "runs" / "lr_hmda" / "adhoc" / "embedded,epochs=5000"
-    process = subprocess.Popen(command, cwd=checkout, env=environment(checkout), stderr=subprocess.DEVNULL)
+    extended = environment(checkout) | {"CDGRAB_EXTEND": str(ROOT / "examples" / "extend" / "sorter.py")}
+    process = subprocess.Popen(command, cwd=checkout, env=extended, stderr=subprocess.DEVNULL)
     try:
         while len(list(runs.glob("*/metrics.jsonl"))) < under_way and process.poll() is None:
             time.sleep(0.05)
@@ -367,7 +369,7 @@ def test_a_signal_ends_the_whole_sweep(checkout, number, jobs, replicas, under_w
 
 
 def _nobody_trains_on(runs, under_way):
-    assert sorted(path.name for path in runs.iterdir()) == [f"cd_grab-s{seed}" for seed in range(under_way)]
+    assert sorted(path.name for path in runs.iterdir()) == [f"longest_first-s{seed}" for seed in range(under_way)]
     lengths = [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()]
     time.sleep(1)
     assert [len(read_metrics(path / "metrics.jsonl")) for path in runs.iterdir()] == lengths, "a rank is still training"
@@ -377,6 +379,7 @@ BAD_CALLS = [
     ("scripts.reproduce", ["nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(EXPERIMENTS)}, all"),
     ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
     ("scripts.reproduce", ["lr-hmda", "--seeds", "0"], "--seeds: must be a whole number of at least 1, got '0'"),
+    ("scripts.reproduce", ["glue", "--replicas", "0"], "replicas must be auto or a whole number of at least 1, got 0"),
     ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
     ("scripts.notebook", ["nonsense"], "unknown notebook 'nonsense'; the notebooks are fig11_gpt2_wiki103, "),
     ("experiments.launch", ["-m", "sorter=cd_grab,nonsense"], "unknown sorter 'nonsense'"),

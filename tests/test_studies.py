@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from synthetic_studies import TRAINING
 
 from cdgrab.errors import CdgrabError
+from cdgrab.sorters import SORTERS
 from experiments.store.files import ROOT
 from experiments.store.lock import locked
 from experiments.studies import collection
@@ -103,14 +104,22 @@ def slow(seconds):
     return {"x": [seconds]}
 
 
+def known(sorter):
+    return {"x": [sorter in SORTERS]}
+
+
 def test_several_parts_at_a_time_give_the_same_results_and_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    """The processes that compute them know the sorters of CDGRAB_EXTEND."""
     one, two = small(tmp_path / "one"), small(tmp_path / "two")
     carry_out(one)
     expected, key = without_seconds(one.metrics_path), one.parts()[0].key | {"seed": 99}
-    parts = [Part(key, partial(slow, 60.0)), *one.parts()]
+    extended = Part(key | {"seed": 98}, partial(known, "longest_first"))
+    parts = [Part(key, partial(slow, 60.0)), extended, *one.parts()]
+    monkeypatch.setenv("CDGRAB_EXTEND", str(ROOT / "examples" / "extend" / "sorter.py"))
     monkeypatch.setattr(Study, "parts", lambda self: parts)
     with pytest.raises(KeyboardInterrupt):
-        carry_out(two, interrupted_after(len(expected)), jobs=2)
+        carry_out(two, interrupted_after(len(expected) + 1), jobs=2)
+    expected.insert(0, extended.key | {"x": [True]})
     assert sorted(without_seconds(two.metrics_path), key=str) == sorted(expected, key=str)
     parts[0] = Part(key, partial(slow, 0.0))
     carry_out(two)

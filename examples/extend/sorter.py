@@ -3,8 +3,10 @@
     python examples/extend/sorter.py task=lr_hmda data=embedded epochs=3
 
 A class with `next_order`, and `look` because it looks at gradients, and a name in SORTERS. What it keeps in attributes
-is saved with a run and divided between processes by itself: here `norms`, whose first dimension is the workers hosted
-by this process. `import sorter` elsewhere makes the name known there, for instance to `experiments.study`.
+is saved with a run; `per_worker` names what is divided between processes with the workers. CDGRAB_EXTEND makes the
+sorter known to every command, for instance to the study of all sorters:
+
+    make study-sorters SORTERS=d_rr,cd_grab,longest_first CDGRAB_EXTEND=examples/extend/sorter.py
 """
 
 import sys
@@ -18,6 +20,7 @@ from cdgrab.sorters import SORTERS, Sorter
 class LongestFirst(Sorter):
     label = "Longest first"  # in figures and tables
     options = ("initial",)  # of the base class: what the first order is
+    per_worker = ("norms",)  # has a row for each worker that this process hosts
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -37,6 +40,6 @@ class LongestFirst(Sorter):
 SORTERS["longest_first"] = LongestFirst
 
 if __name__ == "__main__":
-    from experiments.train import main
+    from experiments.launch import main
 
-    sys.exit(main(["sorter=longest_first", *sys.argv[1:]]))
+    sys.exit(main(["sorter=longest_first", *sys.argv[1:]], extension=__file__))

@@ -27,6 +27,6 @@ class RandomK(Sparsifier):
 SPARSIFIERS["random_k"] = RandomK
 
 if __name__ == "__main__":
-    from experiments.train import main
+    from experiments.launch import main
 
-    sys.exit(main(["sparsifier=random_k", *sys.argv[1:]]))
+    sys.exit(main(["sparsifier=random_k", *sys.argv[1:]], extension=__file__))

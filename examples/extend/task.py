@@ -52,6 +52,6 @@ class Spirals(Classification):
 TASKS["spirals"] = Spirals
 
 if __name__ == "__main__":
-    from experiments.train import main
+    from experiments.launch import main
 
-    sys.exit(main(["task=spirals", *sys.argv[1:]]))
+    sys.exit(main(["task=spirals", *sys.argv[1:]], extension=__file__))

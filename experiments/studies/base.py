@@ -43,6 +43,7 @@ from experiments.store.lock import locked
 from experiments.studies.verdicts import Verdict
 from experiments.tasks import locate_data
 from experiments.training.config import compose_config, flatten
+from experiments.training.extensions import load_extensions
 from experiments.training.memory import keep_freed_memory
 
 Progress = Callable[[Iterable[tuple["Part", dict]], int], Iterable[tuple["Part", dict]]]  # shows how many of how many
@@ -215,6 +216,7 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
 
 
 def _begin_worker() -> None:
+    load_extensions()
     keep_freed_memory()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one

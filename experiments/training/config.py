@@ -24,6 +24,7 @@ from experiments.data.sources import Source
 from experiments.store.files import ROOT
 from experiments.tasks import TASKS, locate_data
 from experiments.tasks.settings import complaints, refuse
+from experiments.training.extensions import load_extensions
 from experiments.training.schema import DATA_SETTINGS, wrong_settings
 
 CONFIGS = ROOT / "configs"
@@ -183,6 +184,7 @@ def _loaded(path: Path) -> dict:
 
 def _store_extensions() -> None:
     """Let Hydra know the classes that are registered without a yaml in configs/."""
+    load_extensions()
     for group, registry in REGISTRIES.items():
         for name in registry:
             if not (CONFIGS / group / f"{name}.yaml").exists():

@@ -12,6 +12,7 @@ from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 
 from experiments import early
+from experiments.training.extensions import load_extensions
 from experiments.training.launcher import Prepared, grouped, launch
 from experiments.training.session import REFUSED
 from experiments.training.signals import STATUS
@@ -39,6 +40,7 @@ class _Worker:
 
 def _carry_out_runs(line: Connection) -> None:
     early.listen()
+    load_extensions()
     while together := line.recv():
         line.send(launch(*together))
 
