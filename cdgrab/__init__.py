@@ -1,4 +1,4 @@
-"""CD-GraB: coordinated distributed gradient balancing, as a library and a reproduction suite."""
+"""CD-GraB: coordinated distributed gradient balancing. The library; the suite is `experiments`."""
 
 from cdgrab import herding, sparsify
 from cdgrab.dropin import OrderedBatchSampler

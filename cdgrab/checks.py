@@ -1,4 +1,4 @@
-"""Values that people type, refused in one sentence when they make no sense."""
+"""Checks of values that people type. A bad value is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cdgrab.errors import CdgrabError
 
-MOST = 2**31 - 1  # of anything that is counted
+MOST = 2**31 - 1  # the largest count accepted anywhere
 Entry = TypeVar("Entry")
 
 
@@ -29,9 +29,16 @@ def count(name: str, value: int, least: int, most: int = MOST) -> int:
 
 
 def number(
-    name: str, value: float, *, at_least=-math.inf, above=-math.inf, below=math.inf, at_most=math.inf, or_else: str = ""
+    name: str,
+    value: float,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+    or_else: str = "",
 ) -> float:
-    """`value` as a float, if it is finite and within the limits; `or_else`: what else the caller takes."""
+    """`value` as a float, if it is finite and within the limits; `or_else`: what else is allowed, for the message."""
     sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not sound or not (at_least <= value <= at_most and above < value < below):
         limits = {"at least": at_least, "above": above, "below": below, "at most": at_most}
@@ -47,14 +54,14 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
-    """What `table` has under this name."""
+    """The entry of `table` with this name."""
     if name not in table:
         raise CdgrabError(f"unknown {kind} {name!r}; the {kind}s are {', '.join(table)}")
     return table[name]
 
 
 def shape(name: str, tensor: Tensor, wanted: Mapping[str, int]) -> None:
-    """wanted: the dimensions and their sizes."""
+    """Refuse a tensor of another shape. wanted: the names of the dimensions and their sizes."""
     sizes = list(wanted.values())
     if list(tensor.shape) != sizes:
         raise CdgrabError(f"{name} must have shape [{', '.join(wanted)}] = {sizes}, got {list(tensor.shape)}")
@@ -65,7 +72,7 @@ def random_seed(name: str, value: int) -> int:
 
 
 def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: tuple[str, ...]) -> None:
-    """One sentence that names the options there are."""
+    """The message lists the options that exist."""
     unknown = sorted(set(options) - set(known))
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -73,5 +80,6 @@ def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: 
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """A finite sum has finite terms, and is much cheaper to look at; a sum that overflows needs the closer look."""
+    """A finite sum has finite terms and is much cheaper to check. Only if the sum is not finite is every term checked:
+    it may have overflowed."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -4,21 +4,21 @@ import sys
 
 
 def warn(sentence: str) -> None:
-    """What the user should know, and nothing is refused."""
+    """Print a warning; the program continues."""
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def file_error(error: OSError) -> str:
-    """In one sentence."""
+    """Describe a file error in one sentence."""
     return f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})"
 
 
 class CdgrabError(ValueError):
-    """Bad input, bad data or a run that cannot go on; the message is one sentence for the user."""
+    """Bad input, bad data or a run that cannot continue; the message is one sentence for the user."""
 
 
 class NotFiniteError(CdgrabError):
-    """Gradients that are not finite were handed over; nothing was changed by them."""
+    """The gradients passed in are not finite. No state was changed."""
 
 
 class DivergedError(CdgrabError):
@@ -26,11 +26,11 @@ class DivergedError(CdgrabError):
 
 
 class MissingError(CdgrabError):
-    """Another process of the run is gone, or stands still."""
+    """Another process of the run has died or hangs."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. Not for the user: whoever catches this finds out which process is missing."""
+    """A collective failed. Not shown to the user: whoever catches it finds out which process is missing."""
 
     def __init__(self, name: str, number: int, reason: str) -> None:
         super().__init__(f"{name}, collective number {number}, failed: {reason}")
@@ -38,7 +38,7 @@ class CollectiveError(RuntimeError):
 
 
 class Stopped(CdgrabError):
-    """A signal asked for training to end, and everything is saved."""
+    """Training stopped on a signal, and everything is saved."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,5 @@
-"""Herding objectives: how far the partial sums of an order stray from the mean (CD-GraB, equations 3 and 8)."""
+"""Herding objectives: how far the partial sums of an order stray from the mean (CD-GraB, arXiv 2302.00845, equations 3
+and 8)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
     """
     vectors = torch.as_tensor(vectors).detach().double()
     mean = vectors.mean(dim=(0, 1)) if vectors.dim() == 3 and vectors.numel() else None
-    if mean is None or not torch.isfinite(mean).all():  # a finite mean has finite terms, and is cheaper to look at
+    if mean is None or not torch.isfinite(mean).all():  # a finite mean has finite terms, and is cheaper to check
         raise CdgrabError(f"vectors must be finite [workers, units, dim], not empty; got shape {tuple(vectors.shape)}")
     workers, units, dim = vectors.shape
     if order is not None:
@@ -37,7 +38,7 @@ def parallel_herding_bound(vectors: Tensor, order: Tensor | None = None, per_vec
         if not torch.equal(order.sort(dim=1).values, torch.arange(units, device=order.device).expand(workers, units)):
             raise CdgrabError(f"order must be a permutation of 0 … {units - 1} for every worker")
         vectors = vectors.gather(1, order[:, :, None].expand(workers, units, dim))
-    if per_vector:  # as one worker that visits position by position, workers in rank order
+    if per_vector:  # as if one worker visited all vectors: position by position, workers in rank order
         vectors = vectors.transpose(0, 1).reshape(1, -1, dim)
     steps = vectors.sum(dim=0) - len(vectors) * mean
-    return float(steps.T.contiguous().cumsum(1).abs().max())  # sums along memory: faster for long orders
+    return float(steps.T.contiguous().cumsum(1).abs().max())  # summing along contiguous memory is faster

@@ -1,8 +1,8 @@
 """Random streams, spawned from one seed.
 
-Every random choice is a pure function of (seed, purpose, key), key being for instance (worker, epoch). Streams with
-different purposes or keys are independent, nothing has to be stored to resume a run, and the outcome cannot depend
-on how many processes host the workers or in which order they draw.
+Every random choice is a pure function of (seed, purpose, key), where the key is for instance (worker, epoch). Streams
+with different purposes or keys are independent, resuming a run needs no stored generator state, and the outcome cannot
+depend on how many processes host the workers or in which order they draw.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ BAD = {
     "attach needs a torch.nn.Module": lambda: OrderedBatchSampler(dataset(), 4).attach(list),
     "no parameters that need a gradient": lambda: OrderedBatchSampler(dataset(), 4).attach(nn.ReLU()),
     "attached to a model already": lambda: attached(m := network()).attach(m),
-    "concern what DistributedDataParallel sends": lambda: attached(network(), attach={"compress": "bf16"}),
+    "need a model wrapped in DistributedDataParallel": lambda: attached(network(), attach={"compress": "bf16"}),
     "compress must be": lambda: attached(network(), attach={"compress": "int8"}),
     "attach has no option": lambda: attached(network(), attach={"density": 0.1}),
     "no state before": lambda: OrderedBatchSampler(dataset(), 4).state_dict(),

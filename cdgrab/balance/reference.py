@@ -1,5 +1,8 @@
 """The papers' pseudocode, literally: all workers in one process, plain Python lists, float64, one unit at a time.
 
+CD-GraB: Cooper et al. 2023, arXiv 2302.00845 (algorithm and equation numbers are its own unless another paper is
+named); GraB: Lu et al. 2022, arXiv 2205.10733; KH-SGD: Carrell et al. 2025, arXiv 2502.12063.
+
 This is the oracle of the tests. It shares no code with the rest of the package on purpose, and it is slow.
 Every function takes this epoch's orders (one list per worker) and the gradient of each *position* of the epoch,
 `gradients[worker][position]`, and returns the next epoch's orders.
@@ -18,7 +21,7 @@ def greedy(r: np.ndarray, v: np.ndarray) -> int:
 
 
 def place_pairs(order: list[int], signs: list[int]) -> list[int]:
-    """Algorithm 2, lines 11–14: two fingers move inwards from both ends; an unpaired unit stays in the middle."""
+    """Algorithm 2, lines 11–14: two pointers move inwards from both ends; an unpaired unit stays in the middle."""
     n = len(order)
     new = [-1] * n
     left, right = 0, n - 1
@@ -54,7 +57,7 @@ def id_grab_pair(orders: list[list[int]], gradients: np.ndarray) -> list[list[in
 def id_grab_bal(
     orders: list[list[int]], gradients: np.ndarray, stale_means: np.ndarray
 ) -> tuple[list[list[int]], np.ndarray]:
-    """GraB (2205.10733, Algorithm 4) in every worker. Also returns the means to be passed in the next epoch."""
+    """GraB (arXiv 2205.10733, Algorithm 4) in every worker. Also returns the means to pass in the next epoch."""
     m, n, d = np.asarray(gradients).shape
     new_orders, fresh = [], np.zeros((m, d))
     for i in range(m):
@@ -76,7 +79,7 @@ def id_grab_bal(
 def kh(
     orders: list[list[int]], gradients: np.ndarray, uniforms: np.ndarray, epoch: int, epochs: int, delta: float = 0.5
 ) -> list[list[int]]:
-    """KH-SGD in every worker; `uniforms[worker][pair]` from Unif[−1, 1], epoch counted from 1."""
+    """KH-SGD in every worker; `uniforms[worker][pair]` are draws from Unif[−1, 1]; epochs count from 1."""
     new_orders = []
     for i, order in enumerate(orders):
         h = len(order) // 2

@@ -7,10 +7,14 @@ All rules of this project decide in the same form,
 
 and differ only in the limit:
 
-* greedy (CD-GraB, Algorithm 1 as published experiments run it): limit = 0; ties go to +1;
-* self-balancing walk (Alweiss, Liu, Sawhney 2021; what the theory assumes): s = +1 with probability
+* greedy (CD-GraB, Cooper et al. 2023, arXiv 2302.00845, Algorithm 1 as the published experiments run it): limit = 0;
+  ties go to +1;
+* self-balancing walk (Alweiss, Liu, Sawhney 2020, arXiv 2006.14009; what the theory assumes): s = +1 with probability
   1/2 − <r, v>/(2w), which is limit = w·u with u ~ Unif[−1, 1];
-* KH-SGD (Low-Rank Thinning, 2025): limit = u·threshold, the threshold adapting to the vectors seen.
+* KH-SGD (Low-Rank Thinning, Carrell et al. 2025, arXiv 2502.12063): limit = u·threshold, where the threshold adapts
+  to the vectors seen.
+
+Signs become orders as in Algorithm 2 of CD-GraB.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ import math
 import torch
 from torch import Tensor
 
-# Rows that cancel leave zero in these loops, and a tie. Where inner products are sums over blocks of rows instead, a
-# few last bits may be left, which must not decide: relative to the terms, they count as zero.
+# In these loops rows that cancel leave exactly zero: a tie. Where inner products are computed for blocks of rows,
+# rounding may leave a tiny remainder; relative to the terms it is treated as zero.
 ROUNDING = 2.0**-46
 
 
 def kh_threshold(q: float, squared_norm: float, penalty: float) -> tuple[float, float]:
-    """Threshold and next q of KH-SGD (`method`: ρ = q·pen/b; q starts at 0 in every epoch)."""
+    """Threshold and next q of KH-SGD (arXiv 2502.12063): ρ = q·penalty/b; q starts at 0 in every epoch."""
     b = squared_norm
-    if b == 0.0:  # equal gradients: any sign will do, nothing is learnt about the scale
+    if b == 0.0:  # equal gradients: any sign will do, and they say nothing about the scale
         return 0.0, q
     rho = q * penalty / b
     if rho <= 1.0:
@@ -53,7 +57,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     limits   [positions, workers]
     returns  int8 [positions, workers]
 
-    No host synchronisation: works on any device as it is.
+    Works on any device without synchronising with the host.
     """
     positions, workers, _ = rows.shape
     signs = torch.empty(positions, workers, dtype=torch.int8, device=rows.device)
@@ -70,10 +74,11 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
 def balance_centred(
     gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
 ) -> Tensor:
-    """Mean balancing (GraB): like `balance` with one sum per worker, on gradient − stale mean.
+    """Mean balancing (GraB, arXiv 2205.10733, Algorithm 4): like `balance` with one sum per worker, on gradient − stale
+    mean.
 
-    gradients [positions, workers, dim]; running, stale_mean, fresh_sum [workers, dim]. `fresh_sum` collects the
-    gradients, one by one, so that the result does not depend on how the epoch was split into calls.
+    gradients [positions, workers, dim]; running, stale_mean, fresh_sum [workers, dim]. The gradients are added to
+    `fresh_sum` one by one, so that the result does not depend on how the epoch is split into calls.
     """
     signs = torch.empty(gradients.shape[:2], dtype=torch.int8, device=gradients.device)
     for k in range(len(gradients)):
@@ -84,7 +89,7 @@ def balance_centred(
 
 
 def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
-    """KH-SGD's signs, each worker on its own. rows [positions, workers, dim]; running [workers, dim], q [workers]
+    """The signs of KH-SGD, each worker on its own. rows [positions, workers, dim]; running [workers, dim], q [workers]
     (both updated in place); penalties [positions]; uniforms [positions, workers] from Unif[−1, 1]."""
     signs = torch.empty(rows.shape[:2], dtype=torch.int8, device=rows.device)
     for k in range(len(rows)):
@@ -100,8 +105,8 @@ def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, unif
 def reorder(order: Tensor, signs: Tensor) -> Tensor:
     """New order = the +1 units in visiting order, then the −1 units in reverse visiting order.
 
-    order int64 [workers, units]; signs [workers, units], sign of the unit visited at each position. Units without a
-    sign (0) come in between, in visiting order.
+    order int64 [workers, units]; signs [workers, units]: the sign of the unit visited at each position. Units without
+    a sign (0) come in between, in visiting order.
     """
     plus, minus = signs > 0, signs < 0
     left, right = plus.cumsum(1), order.shape[1] - minus.cumsum(1)

@@ -1,7 +1,7 @@
 """Sketches: random linear maps to short vectors that keep inner products, for models too long to balance exactly.
 
-Signs only need inner products (Johnson–Lindenstrauss), and a sum of sketches is the sketch of the sum. All workers use
-the same map, drawn from the run's seed.
+Signs only need inner products, which such maps keep approximately (Johnson and Lindenstrauss 1984), and a sum of
+sketches is the sketch of the sum. All workers use the same map, drawn from the run's seed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 from cdgrab import streams
 from cdgrab.checks import one_of
 
-CHUNK_ENTRIES = 2**22  # of a Gaussian map in memory at once
+CHUNK_ENTRIES = 2**22  # entries of a Gaussian map that are in memory at once
 
 
 class CountSketch:
-    """Every coordinate goes with a random sign to one random place, where they are added up one after the other: same
-    rows, same sketches to the last bit, on every device and however many rows come together.
+    """CountSketch (Charikar, Chen, Farach-Colton 2002) with one hash function. Every coordinate is added, with a random
+    sign, to one random place of the sketch.
 
-    Held: a place and a sign per coordinate (nine bytes); on a GPU also which coordinates belong to the same place.
+    Coordinates are added in a fixed order: the same row gives the same sketch to the last bit, on every device and
+    however many rows come together. Memory: a place and a sign per coordinate (nine bytes); on a GPU also which
+    coordinates belong to the same place.
     """
 
     name = "countsketch"
@@ -44,7 +46,7 @@ class CountSketch:
         return signed.new_zeros(len(signed), self.size).index_add_(1, self._places, signed)
 
     def _in_segments(self, signed: Tensor) -> Tensor:
-        """The same on a GPU, whose index_add_ adds in the order in which its threads happen to come."""
+        """The same on a GPU, where index_add_ would add in no fixed order."""
         if self._by_place is None:
             counts = self._places.bincount(minlength=self.size)
             self._by_place = self._places.argsort(stable=True).to(signed.device), counts.to(signed.device)
@@ -54,9 +56,9 @@ class CountSketch:
 
 
 class Gaussian:
-    """Independent normal entries of variance 1/size, made again chunk by chunk whenever they are needed.
+    """Independent normal entries of variance 1/size, generated again chunk by chunk whenever they are needed.
 
-    One vector-matrix product per row: in a matrix product the last bits depend on the number of rows.
+    One vector-matrix product per row: the last bits of a matrix product depend on the number of rows.
     """
 
     name = "gaussian"
@@ -90,6 +92,6 @@ SKETCHES = {"none": None, "gaussian": Gaussian, "countsketch": CountSketch}
 
 
 def make_sketch(name: str, size: int, dim: int, seed: int) -> CountSketch | Gaussian | None:
-    """None for `none`."""
+    """The sketch of this name; None for `none`."""
     one_of("sketch", name, SKETCHES)
     return SKETCHES[name](size, dim, seed) if SKETCHES[name] else None

@@ -1,7 +1,7 @@
-"""Gradients of single examples, seen from outside: no change to the model or to the loss.
+"""Gradients of single examples, without a change to the model or to the loss.
 
-Every layer's input is noted in the forward pass, the gradient of its output in the backward pass; the two give the
-gradient of its parameters example by example, by a vectorised vector-Jacobian product of that layer alone.
+Hooks record every layer's input in the forward pass and the gradient of its output in the backward pass. From these two
+a vectorised vector-Jacobian product of that layer alone gives the gradient of its parameters, example by example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cdgrab.dropin.ledger import Ledger
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.ddp import common_dtype, places
 
-AGREEMENT = 1e-3  # how far the sum over examples may be from the batch's gradient, relative to its length
+AGREEMENT = 1e-3  # how much the sum over examples may differ from the batch's gradient, relative to its norm
 
 
 class ExampleGradients:
@@ -78,16 +78,16 @@ class ExampleGradients:
         rows, self._rows = self._rows, None
         if rows is None:
             return
-        if not self._checked:  # rows that do not add up to the batch's gradient miss some use of a parameter
+        if not self._checked:  # if the rows do not add up to the batch's gradient, some use of a parameter was missed
             whole = flat(self._parameters, gradients)
             if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
                 raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
             self._checked = True
-        self._ledger.observe(rows * len(rows))  # in the batch's mean, each example counts as one in so many
+        self._ledger.observe(rows * len(rows))  # in the batch's mean each example has weight 1 / batch size
 
 
 def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that own parameters themselves; with whatever is inside them, each is one layer."""
+    """The outermost modules that own parameters directly; each is one layer, together with everything inside it."""
     if next(model.parameters(recurse=False), None) is not None:
         yield name or "the model", model
         return

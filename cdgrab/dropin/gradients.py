@@ -1,4 +1,4 @@
-"""How a ledger gets to see a model's gradients: hooks on a plain module, or a communication hook of DDP."""
+"""How a ledger gets a model's gradients: by hooks on a plain module, or by a communication hook of DDP."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cdgrab.runtime.mean import Averager
 from cdgrab.sparsify import Sparsifier, sparsifier_of
 
 WIRE = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
-PROBES = 4  # parameters at which gradients left from before are looked for, the smallest ones
+PROBES = 4  # how many parameters (the smallest) are checked for leftover gradients
 
 
 class ObservedModel:
-    """The model whose gradients are observed. Nothing is hooked to it before `start`."""
+    """The model whose gradients are observed. No hooks are registered before `start`."""
 
     def __init__(
         self, model: nn.Module, ledger: Ledger, group: WorkerGroup, compress: str | None, sparsifier: str | None, **more
@@ -70,20 +70,20 @@ class ObservedModel:
         if compress not in WIRE:
             raise CdgrabError(f"compress must be bf16 or fp16, got {compress!r}")
         if (compress or sparsifier) and not self._parallel:
-            raise CdgrabError("compress and sparsifier concern what DistributedDataParallel sends; this is not one")
+            raise CdgrabError("compress and sparsifier need a model wrapped in DistributedDataParallel")
         if compress and sparsifier:
             raise CdgrabError("choose compress or sparsifier, not both")
         if options and not sparsifier:
             raise CdgrabError(f"attach has no option {', '.join(sorted(options))}")
 
     def start(self) -> None:
-        """Observe gradients from now on. DDP's hook comes last: it can never be taken off again."""
+        """Observe gradients from now on. DDP's hook is registered last, because it can never be removed."""
         self._handles = self.gradients.hook()
         if self._hook:
             try:
                 self._hook.register(self.model)
             except CdgrabError as error:
-                raise CdgrabError(f"{error}; compress= and sparsifier= of attach take the place of others") from error
+                raise CdgrabError(f"{error}; use attach's compress= or sparsifier= instead of that hook") from error
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -91,7 +91,7 @@ class ObservedModel:
 
 
 class PlainGradients:
-    """Observes the gradient of every backward pass, or the sum over those that are accumulated."""
+    """Observes the gradient of every backward pass, or the sum over accumulated passes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
         self._parameters, self._ledger = parameters, ledger
@@ -112,9 +112,9 @@ class PlainGradients:
 
 
 class ParallelGradients:
-    """Observes what DDP averages. Hooks on the parameters only count backward passes here.
+    """Observes what DDP averages. Here hooks on the parameters only count backward passes.
 
-    average: as `Averager.average`.
+    average: like `Averager.average`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger, average: Callable) -> None:
@@ -129,7 +129,7 @@ class ParallelGradients:
             self._ledger.observe_zero(self._parameters[0])
 
     def average(self, gradient: Tensor) -> Tensor:
-        """The mean over all processes; gradient [dim]: of this one."""
+        """The mean over all processes; gradient [dim]: this process's."""
         ledger, active = self._ledger, self._ledger.is_active()
         if active:
             self._refuse_half_accumulated()
@@ -162,20 +162,20 @@ class ParallelGradients:
         return True
 
     def _refuse_leftovers(self) -> None:
-        """DDP averages all that .grad holds, of earlier batches too. Scripts that leave it there do so from the start
-        of an epoch; to look at every step would let a GPU wait each time."""
+        """DDP averages everything in .grad, also what earlier batches left there. A script that leaves gradients there
+        does so from the start of an epoch; checking at every step would make a GPU wait each time."""
         if self._parameters[0].is_cuda and self._ledger.sorter.position > 1:
             return
         if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._probes):
             raise CdgrabError(
-                "gradients of earlier backward passes are still there, and DDP would add them to this batch's: call "
+                "gradients of earlier backward passes are still in .grad, and DDP would add them to this batch's: call "
                 "zero_grad() after every step, or accumulate inside no_sync() with accumulation_steps=…"
             )
 
 
 def _sparse_average(ledger: Ledger, gradient: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
-    """Residuals outlive the scaler's scale, so they are kept without it. After an overflow the scaler must see that the
-    step is not to be taken, so it gets NaN."""
+    """Residuals are kept without the scaler's scale, which may change. After an overflow the result is NaN, so that the
+    scaler skips the step."""
     scale = ledger.scale()
     try:
         return ledger.sparsifier.reduce(gradient[None] / scale) * scale, None

@@ -1,4 +1,4 @@
-"""Backward passes, seen through hooks on the parameters."""
+"""Backward passes, detected by hooks on the parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.autograd import Variable
 
 
 class BackwardPasses:
-    """Calls `start_backward` before the first gradient of every backward pass and, where that returns True, `complete`
-    with all gradients after the last one, None where a parameter took no part. A pass that fails is not complete.
+    """Calls `start_backward` before the first gradient of every backward pass and, if that returns True, `complete`
+    with all gradients after the last one (None for a parameter that took no part). A pass that fails is not completed.
 
-    torch.autograd.graph.register_multi_grad_hook is similar, but loses sight of a model that is moved or converted, and
+    torch.autograd.graph.register_multi_grad_hook is similar, but stops working when a model is moved or converted, and
     fails in torch.autograd.grad.
     """
 
@@ -45,7 +45,7 @@ class BackwardPasses:
 
 
 def flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
-    """One vector, of the type that holds all of them, zero where a parameter took no part."""
+    """All gradients as one vector, of a type that can hold all of them; zero where a parameter took no part."""
     pieces = [
         parameter.new_zeros(parameter.numel()) if gradient is None else gradient.detach().to_dense().flatten()
         for parameter, gradient in zip(parameters, gradients, strict=True)

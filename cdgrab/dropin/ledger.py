@@ -1,4 +1,4 @@
-"""What is known of the epoch under way: batches handed out, backward passes seen, gradients passed on to the sorter."""
+"""The current epoch: batches handed out, backward passes seen, gradients passed on to the sorter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cdgrab.sparsify.base import Sparsifier
 
 
 class Ledger:
-    """Keeps batches and gradients together. Every batch needs a backward pass, or gradients are taken for those of
-    other batches."""
+    """Matches gradients with batches. Every batch needs a backward pass; otherwise gradients are attributed to the
+    wrong batches."""
 
     def __init__(self, batch_size: int, accumulation_steps: int, unit: str) -> None:
         self.batch_size, self.accumulation_steps, self.unit = batch_size, accumulation_steps, unit
@@ -24,17 +24,18 @@ class Ledger:
         self.scaler: object = None  # its scale is divided out of every gradient
         self.sparsifier: Sparsifier | None = None  # averages the gradients
         self.paused = False
-        self.resuming = False  # a state was loaded, and its epoch has not gone on yet
-        self.not_finite = False  # some gradient of this epoch was
+        self.resuming = False  # a state was loaded, and its epoch has not continued yet
+        self.not_finite = False  # a gradient of this epoch was not finite
         self.handed_out = 0  # batches of this epoch
-        self.passes = 0  # backward passes of the unit under way
-        self.reader: object = None  # the iterator that hands out batches; older ones must not
+        self.passes = 0  # backward passes of the current unit
+        self.reader: object = None  # the only iterator allowed to hand out batches; older ones are refused
         self.last_event = ""  # see `BatchIterator.state_dict`
-        self._ahead: int | None = None  # how far the loader reads ahead: never further than at the first backward pass
+        self._ahead: int | None = None  # how far the loader reads ahead; it never reads further than at the first pass
 
     @property
     def takes_shards(self) -> bool:
-        """Whether the sorter gets its coordinates of everybody's gradient, on the way to the mean, or whole ones."""
+        """Whether the sorter takes this process's coordinates of all gradients, from the exchange for the mean, instead
+        of whole gradients."""
         return self.unit == "batch" and self.sorter.by_shards(1, self.sparsifier is not None)
 
     def batches_done(self) -> int:
@@ -47,15 +48,15 @@ class Ledger:
         return min(self.batch_size, self.sorter.units - self.sorter.position) if self.unit == "example" else 1
 
     def hand_out_from_here(self) -> None:
-        """An epoch starts, or goes on after the batches that are done."""
+        """Start an epoch, or continue one after the batches that are done."""
         self.handed_out, self.passes, self._ahead = self.batches_done(), 0, None
 
     def is_active(self) -> bool:
-        """Whether gradients belong to a batch now: an epoch is under way."""
+        """Whether an epoch is under way, so that gradients belong to a batch."""
         return not (self.paused or self.resuming or self.sorter is None or self.sorter.epoch < 0)
 
     def start_backward(self) -> bool:
-        """Called when a backward pass starts. Returns whether it belongs to a batch; one too many is refused."""
+        """Called when a backward pass starts. Returns whether it belongs to a batch. One too many is refused."""
         if not self.is_active():
             return False
         self.last_event = "backward"
@@ -63,36 +64,36 @@ class Ledger:
         if ahead < 0:
             raise CdgrabError(
                 f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, and "
-                f"others inside `with sampler.paused():` ({REENTRANT})"
+                f"run others inside `with sampler.paused():` ({REENTRANT})"
             )
         if self._ahead is not None and ahead > self._ahead:
             warnings.warn(
-                "a batch had no backward pass, and the next one's gradient counts as its own: call sampler.skip() "
-                "for batches that are left out",
+                "a batch had no backward pass, so the next gradient was attributed to it: call sampler.skip() for "
+                "batches that are left out",
                 stacklevel=4,
             )
         self._ahead = ahead if self._ahead is None else max(ahead, self._ahead)
         return True
 
     def unit_complete(self) -> bool:
-        """Counts a backward pass of the unit under way. Returns whether it was the last one."""
+        """Count a backward pass of the current unit. Returns whether it was the last one."""
         self.passes = (self.passes + 1) % self.accumulation_steps
         return self.passes == 0
 
     def scale(self) -> float:
-        """What gradients are multiplied by."""
+        """The factor that the scaler multiplies gradients by."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def observe(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
         sorter, start = self.sorter, self.sorter.position
-        if not sorter.needs_gradients:  # it was made before the model was known
+        if not sorter.needs_gradients:  # it was made before the model was known, with dim 1
             gradients = gradients.new_zeros(len(gradients), sorter.dim)
         sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
         self._finish_epoch()
 
     def observe_shard(self, shard: Tensor) -> None:
-        """This process's coordinates of everybody's next gradient, [workers, width] (see `cdgrab.runtime.mean`)."""
+        """This process's coordinates of every worker's next gradient, [workers, width] (see `cdgrab.runtime.mean`)."""
         self.sorter.observe_shard(self._clean(shard))
         self._finish_epoch()
 
@@ -105,12 +106,12 @@ class Ledger:
             self.observe(like.new_zeros(self.next_units(), dim))
 
     def _finish_epoch(self) -> None:
-        """All processes observe the last gradient of an epoch; any of them may ask for the next order alone."""
+        """All processes observe an epoch's last gradient, but one alone may ask for the next order: drain now."""
         if self.sorter.position == self.sorter.units:
             self.sorter.drain()
 
     def _clean(self, gradients: Tensor) -> Tensor:
-        """In float32 at least, without the scaler's scale, and finite: a step that overflowed is skipped anyway."""
+        """In float32 at least, without the scaler's scale, and finite: the scaler skips steps that overflow anyway."""
         gradients = gradients.float() if gradients.element_size() < 4 else gradients
         if self.scaler is not None:
             gradients /= self.scale()
@@ -121,9 +122,9 @@ class Ledger:
 
 
 class BatchIterator(Iterator[list[int]]):
-    """Hands out the batches of an epoch, which starts with the first of them: some iterators are made and never used.
+    """Hands out the batches of an epoch. The epoch starts with the first batch, since some iterators are never used.
 
-    start: starts an epoch, or goes on with one, and returns the batches that are left of it.
+    start: starts or continues an epoch, and returns the remaining batches.
     """
 
     def __init__(self, ledger: Ledger, start: Callable[[], list[list[int]]]) -> None:
@@ -143,9 +144,9 @@ class BatchIterator(Iterator[list[int]]):
     def state_dict(self) -> dict:
         """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.
 
-        With loader processes it does so whenever it has read a batch ahead: it asks the iterator, then the sampler. The
-        gradients of that batch are not there yet, so `OrderedBatchSampler.state_dict` is told by `last_event` that only
-        a note is wanted. Without them it asks when its user does, the sampler first.
+        With loader processes it saves after every batch that it reads ahead: first the iterator's state, then the
+        sampler's. The gradients of that batch do not exist yet, so `last_event` tells `OrderedBatchSampler.state_dict`
+        that a note is enough. Without loader processes it saves when the user asks, the sampler's state first.
         """
         if self._ledger.last_event == "batch":
             self._ledger.last_event = "batch noted"
@@ -153,7 +154,8 @@ class BatchIterator(Iterator[list[int]]):
         return {"epoch": sorter.epoch if sorter else -1, "batches": self._ledger.handed_out}
 
     def load_state_dict(self, state: dict) -> None:
-        """The sampler's own state, loaded before, must be of the same moment. (One that waits for `attach` is.)"""
+        """The sampler's own state, loaded before, must be of the same moment. (A state waiting for `attach` is assumed
+        to match.)"""
         there, ledger = (state["epoch"], state["batches"]), self._ledger
         here = (ledger.sorter.epoch, ledger.batches_done()) if ledger.sorter else there
         if there != here:

@@ -1,4 +1,4 @@
-"""Surroundings in which the sampler could not work, each refused in a sentence that names the way out."""
+"""Situations in which the sampler cannot work. Each is refused in a sentence that says what to do instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
-WRAPPERS = {  # of accelerate, by class
+WRAPPERS = {  # classes of accelerate
     "BatchSamplerShard": "accelerate's prepare(loader) would divide the batches a second time: prepare the model and "
     "the optimiser only",
     "SkipBatchSampler": "the sampler goes on by itself after load_state_dict: use no skip_first_batches, and "
@@ -23,7 +23,7 @@ WRAPPERS = {  # of accelerate, by class
 
 
 def refuse_gpu_only(group: WorkerGroup) -> None:
-    """Signs and states travel from CPU memory, which NCCL alone cannot reach."""
+    """Signs and states are sent from CPU memory, which NCCL cannot do."""
     backends = group.backends()
     if backends and "cpu:" not in backends:
         raise CdgrabError(
@@ -33,18 +33,18 @@ def refuse_gpu_only(group: WorkerGroup) -> None:
 
 
 def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
-    """DDP and the sampler must be given the same ones."""
+    """DDP and the sampler must have the same processes."""
     theirs = one_worker_per_process(process_group)
     if (theirs.rank, theirs.world_size) != (group.rank, group.world_size):
         raise CdgrabError(
             f"this is process {group.rank} of {group.world_size} for the sampler and {theirs.rank} of "
-            f"{theirs.world_size} for DDP: make the sampler after init_process_group, and with process_group=… where "
-            "DDP has one"
+            f"{theirs.world_size} for DDP: make the sampler after init_process_group, and with process_group=… if DDP "
+            "has one"
         )
 
 
 def refuse_different_ranks(group: WorkerGroup, settings: dict) -> None:
-    """Samplers that divide another dataset, or in another way, would leave examples out, or wait for each other."""
+    """Samplers that divide another dataset, or divide it differently, would leave out examples or hang."""
     numbers = [int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big") for value in settings.values()]
     everybodys = group.gather(torch.tensor([numbers]))
     for (name, value), column in zip(settings.items(), everybodys.T, strict=True):
@@ -58,11 +58,11 @@ def refuse_different_ranks(group: WorkerGroup, settings: dict) -> None:
 def refuse_sparse_gradients(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
-            raise CdgrabError(f"DDP hands over no sparse gradients like those of {name}; make it with sparse=False")
+            raise CdgrabError(f"DDP does not pass on sparse gradients, which {name} produces; use sparse=False")
 
 
 def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter]) -> None:
-    """Those that were frozen, or not there, when the sampler was attached."""
+    """Parameters that were frozen, or did not exist, when the sampler was attached."""
     identities = {id(parameter) for parameter in known}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in identities:
@@ -73,7 +73,7 @@ def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter]) -> No
 
 
 def refuse_wrappers(sampler: object) -> None:
-    """They read a sampler just as loaders do, so they have to be looked for among all objects."""
+    """They use a sampler just as loaders do, so that only a search among all objects finds them."""
     library = sys.modules.get("accelerate.data_loader")
     sentences = {getattr(library, name, None): sentence for name, sentence in WRAPPERS.items()} if library else {}
     for found in gc.get_objects() if sentences else ():
@@ -82,7 +82,7 @@ def refuse_wrappers(sampler: object) -> None:
 
 
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
-    """Whether a state fits; one that does not is refused, unless a new start was asked for."""
+    """Whether a state fits. One that does not is refused, unless `repartition` asks for a new start."""
     differing = [key for key, value in here.items() if there.get(key) != value]
     if differing and not repartition:
         details = ", ".join(f"{key} {there.get(key)!r} there, {here[key]!r} here" for key in differing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
 from torch import nn
@@ -23,12 +23,12 @@ from cdgrab.sorters.base import Sorter
 UNITS = ("batch", "example")
 SETTINGS = ("batch_size", "accumulation_steps", "unit", "drop_last", "seed")
 STATE_VERSION = 1
-BUFFER_MB = 32.0  # rows that are decided together: the more, the fewer exchanges of inner products
+BUFFER_MB = 32.0  # more rows decided together means fewer exchanges of inner products
 
 
 class OrderedBatchSampler(Sampler[list[int]]):
-    """Batches of example numbers for a `DataLoader(dataset, batch_sampler=…)`, in an order that is learnt anew for
-    every epoch from the gradients of the last one.
+    """Batches of example numbers for a `DataLoader(dataset, batch_sampler=…)`, in an order learnt anew for every epoch
+    from the gradients of the last one.
 
         sampler = OrderedBatchSampler(dataset, batch_size=32, sorter="cd_grab", seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -36,11 +36,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
         for epoch in range(epochs):
             for batch in loader: …                 # one backward pass per batch
 
-    Every process owns a random part of the dataset, fixed by `seed`. What is ordered is a unit: a fixed batch of
-    examples (`unit="batch"`), several of them when gradients are accumulated over `accumulation_steps` batches before
-    they are averaged, or a single example (`unit="example"`, for models without BatchNorm; slower). Processes are found
-    as PyTorch's DistributedSampler finds them; `process_group` names others. Without `drop_last` a few examples are
-    visited twice where the dataset cannot be divided evenly, also as there. Further options are the sorter's.
+    Every process owns a random part of the dataset, fixed by `seed`. What is ordered are units: fixed batches of
+    examples (`unit="batch"`; `accumulation_steps` batches each if gradients are accumulated before they are averaged),
+    or single examples (`unit="example"`, for models without BatchNorm; slower). As with PyTorch's DistributedSampler,
+    the processes are those of the default process group (or of `process_group`), and without `drop_last` a few examples
+    are visited twice if the dataset cannot be divided evenly. Further options are the sorter's.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.ledger = Ledger(self.batch_size, self.accumulation_steps, unit)
         self._model: ObservedModel | None = None
         self._waiting: dict | None = None  # a state that was loaded before `attach`
-        self._began = -1  # the position at which the last iteration began; -1: there was none, or none since a load
+        self._began = -1  # the position at which the last iteration began; -1: none yet, or none since a load
         if not SORTERS[sorter].needs_gradients:
-            self._make_sorter(1)  # orders can be had without a model
+            self._make_sorter(1)  # its orders do not need a model
 
     def __repr__(self) -> str:
         return (
@@ -85,28 +85,28 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     @property
     def sorter(self) -> Sorter | None:
-        """What decides the orders; None where that needs gradients and no model is attached yet."""
+        """What decides the orders; None as long as it needs gradients and no model is attached."""
         return self.ledger.sorter
 
-    # -- what a DataLoader wants --------------------------------------------------------------------------------------
+    # -- for a DataLoader ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches per epoch, of this process."""
+        """Batches per epoch of this process."""
         return self._batches
 
     def __iter__(self) -> BatchIterator:
-        """The batches of the next epoch; after `load_state_dict` the rest of the one that was interrupted."""
+        """The batches of the next epoch; after `load_state_dict` the rest of the interrupted one."""
         return BatchIterator(self.ledger, self._start_epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Accepted, since scripts call it on a DistributedSampler. Epochs are counted here without it."""
+        """Does nothing; it exists because scripts call it on a DistributedSampler. The sampler counts epochs itself."""
 
     def _start_epoch(self) -> list[list[int]]:
-        """Starts the next epoch, or goes on with one. Returns the batches that are left of it."""
+        """Start or continue an epoch. Returns the remaining batches."""
         sorter, ledger = self.sorter, self.ledger
         if sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
-        if self._began < 0:  # wrappers that come later are not worth a search
+        if self._began < 0:  # not in every epoch: the search takes time
             refusals.refuse_wrappers(self)
         if self._model and sorter.needs_gradients:
             refusals.refuse_new_parameters(self._model.model, self._model.parameters)
@@ -127,10 +127,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if epoch >= 0 and sorter.needs_gradients and not sorter.position:
             if self.ledger.handed_out == self._batches:
                 _warn(
-                    f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (and "
+                    f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (or, "
                     "to look at batches only, make a loader without this sampler)"
                 )
-            return  # else somebody only looked at a batch
+            return  # otherwise somebody only looked at a batch
         unseen = sorter.units - sorter.position if epoch >= 0 else 0
         if unseen and sorter.needs_gradients:
             name = "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
@@ -139,7 +139,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 "keep their order (they are the last: call sampler.skip() for batches left out in between)"
             )
         if self.ledger.not_finite:
-            _warn(f"gradients of epoch {epoch} were not finite; what was not, counted as zero")
+            _warn(f"some gradients of epoch {epoch} were not finite and were counted as zero")
         sorter.order(epoch + 1, cut_short=True)
         self.ledger.not_finite = False
 
@@ -154,12 +154,12 @@ class OrderedBatchSampler(Sampler[list[int]]):
         sparsifier: str | None = None,
         **sparsifier_options,
     ) -> OrderedBatchSampler:
-        """Look at the gradients of `model` from now on, once per backward pass, before they are averaged. Last of all:
-        after the model is complete, on its device, and wrapped in DistributedDataParallel.
+        """Observe the gradients of `model` from now on, once per backward pass, before they are averaged. Call this
+        last: after the model is complete, on its device, and wrapped in DistributedDataParallel.
 
-        With DistributedDataParallel this replaces its all-reduce by an exchange of the same traffic, whose result is
-        the same mean; `compress="bf16"` or `"fp16"` halves it, `sparsifier="exdyna"` (and its options, as for
-        `cdgrab.make_sparsifier`) sends a selection only. `scaler`: the GradScaler whose scale gradients carry.
+        With DistributedDataParallel this replaces its all-reduce by an exchange with the same traffic and the same
+        mean. `compress="bf16"` or `"fp16"` halves the traffic; `sparsifier="exdyna"` (and its options, as for
+        `cdgrab.make_sparsifier`) sends only a selection. `scaler`: the GradScaler that scales the gradients.
         """
         if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
@@ -183,14 +183,14 @@ class OrderedBatchSampler(Sampler[list[int]]):
         return self
 
     def detach(self) -> None:
-        """Look at the model no longer. (DDP keeps a communication hook for ever: it goes on averaging.)"""
+        """Stop observing the model. (DDP keeps a communication hook for ever: it continues to average.)"""
         if self._model:
             self._model.stop()
         self.ledger.paused = True
 
     @contextmanager
-    def paused(self):
-        """Backward passes in this context are not counted: those that do not belong to a batch of the loader."""
+    def paused(self) -> Iterator[None]:
+        """Ignore the backward passes in this context: for those that do not belong to a batch of the loader."""
         before, self.ledger.paused = self.ledger.paused, True
         try:
             yield
@@ -198,7 +198,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self.ledger.paused = before
 
     def skip(self) -> None:
-        """The batch that came last gets no backward pass; its gradient counts as zero. On all processes together."""
+        """The last batch gets no backward pass; its gradient counts as zero. All processes call this together."""
         if self._model and self.ledger.start_backward():
             self._model.gradients.skip()
 
@@ -211,9 +211,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Everything needed to go on from here, mid-epoch too. All processes call it; all get the whole state.
+        """Everything needed to continue from here, also mid-epoch. All processes call it; all get the whole state.
 
-        A StatefulDataLoader that has just read a batch ahead gets a note in its place, see `BatchIterator.state_dict`.
+        A StatefulDataLoader that has just read a batch ahead gets a note instead, see `BatchIterator.state_dict`.
         """
         if self.sorter is None:
             raise CdgrabError("a sampler has no state before sampler.attach(model)")
@@ -231,20 +231,20 @@ class OrderedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
-        """Go on where `state_dict` was taken; before or after `attach`.
+        """Continue where `state_dict` was taken. May be called before or after `attach`.
 
-        A state of another number of processes, batch size or dataset is refused; with `repartition` the dataset is
-        divided anew and orders start at random.
+        A state with another number of processes, batch size or dataset is refused, unless `repartition` is given: then
+        the dataset is divided anew and orders start at random.
         """
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
-        if "read_ahead" in state:  # of a loader: our own was loaded before, and its iterator compares the two
+        if "read_ahead" in state:  # a loader's note: our own state was loaded before, and the iterator compares the two
             if self.sorter is None or self.sorter.epoch < 0 or self._began >= 0:
                 raise CdgrabError(
                     "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
                     "and load that first"
                 )
-            self.ledger.resuming = True  # though nothing may be left of the epoch
+            self.ledger.resuming = True  # even if nothing is left of the epoch
             return
         if not refusals.same_layout(state["layout"], self._layout(), repartition):
             return
@@ -262,7 +262,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._began = -1
 
     def _layout(self) -> dict:
-        """What decides which examples make a batch, and which batches a unit."""
+        """The settings that decide which examples form a batch, and which batches a unit."""
         data = {"examples": self._examples, "processes": self.group.world_size}
         return data | {name: getattr(self, name) for name in SETTINGS}
 

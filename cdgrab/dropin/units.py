@@ -12,10 +12,10 @@ from cdgrab.errors import CdgrabError
 
 
 def share(examples: int, rank: int, processes: int, seed: int, multiple: int | None) -> Tensor:
-    """Numbers of the examples of one process, a random part of the dataset, as many for every process.
+    """The numbers of one process's examples: a random part of the dataset, of the same size for every process.
 
-    multiple: leave examples out until each process has a multiple of so many; None: repeat a few instead until the
-    processes have equally many, as PyTorch's DistributedSampler does.
+    multiple: leave out examples so that each process's number of them is a multiple of this. None: repeat a few
+    instead, as PyTorch's DistributedSampler does.
     """
     shuffled = streams.permutation(examples, seed, "partition")
     if multiple is None:

@@ -1,9 +1,9 @@
 """The whole gradient of a DistributedDataParallel model, from the buckets that DDP hands over.
 
-DDP hands gradients over in buckets, and regroups the buckets after the first iteration. What needs the gradient as one
-vector, whose coordinates stay where they are, collects: every bucket gets a promise, its gradients are copied to where
-their parameters have their place, and the last bucket of the iteration averages that vector and keeps all promises.
-The price is that nothing is sent while the backward pass still runs.
+DDP passes gradients on in buckets, and regroups the buckets after the first iteration. Here they are collected into one
+vector whose coordinates stay where they are: every bucket gets a future, its gradients are copied to the places of
+their parameters, and the last bucket averages that vector and completes all futures. The price is that nothing is sent
+while the backward pass still runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BucketHook:
         self._average = average
         self._places = places(parameters)
         self._dim = sum(parameter.numel() for parameter in parameters)
-        self._dtype = common_dtype(parameters)  # buckets have one each
-        self._gradient: Tensor | None = None  # kept: fresh memory takes longer than what is written into it
+        self._dtype = common_dtype(parameters)  # each bucket has its own
+        self._gradient: Tensor | None = None  # reused: allocating it takes longer than writing to it
         self._promises: list[tuple[Future, Tensor, list[slice], list[Tensor]]] = []
 
     def register(self, model: nn.Module) -> None:
@@ -38,15 +38,16 @@ class BucketHook:
         except RuntimeError as error:
             raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
 
-    def communicate(self, bucket):  # DDP looks at the signature: this name, and no annotations as text
-        """What DDP calls for each bucket, in the order of their indices: the last one comes last. Returns a future."""
+    # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
+    def communicate(self, bucket):
+        """DDP calls this for each bucket, in the order of their indices. Returns a future."""
         buffer = bucket.buffer()
-        if bucket.index() == 0:  # of a new iteration, even if the one before was refused halfway
+        if bucket.index() == 0:  # a new iteration, even if the last one was refused halfway
             self._promises = []
             if self._gradient is None or self._gradient.device != buffer.device:
                 self._gradient = buffer.new_zeros(self._dim, dtype=self._dtype)
         where = [self._places[id(parameter)][1] for parameter in bucket.parameters()]
-        gradients = bucket.gradients()  # parts of the buffer
+        gradients = bucket.gradients()  # views of the buffer
         for place, gradient in zip(where, gradients, strict=True):
             self._gradient[place].view_as(gradient).copy_(gradient)
         promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -61,8 +62,8 @@ class BucketHook:
         return promise
 
     def _averaged(self) -> Tensor:
-        """What is not finite on one process is refused on all. A hook that raises would leave DDP waiting for its
-        buckets for ever: it gets NaN instead, and the backward pass fails once DDP is done."""
+        """A gradient that is not finite on one process is refused on all. If the hook raised an error, DDP would wait
+        for its buckets for ever: it gets NaN instead, and the backward pass fails once DDP is done."""
         try:
             return self._average(self._gradient)
         except NotFiniteError as error:
@@ -71,7 +72,7 @@ class BucketHook:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """DDP's own last step is queued after the hooks', so that what is to follow it has to queue again from there."""
+    """DDP queues its own last step after the hooks have run. To run after that step, queue a callback that queues."""
     queue = Variable._execution_engine.queue_callback
     queue(partial(queue, call))
 
@@ -81,8 +82,8 @@ def _fail(error: Exception) -> None:
 
 
 def places(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[nn.Parameter, slice]]:
-    """Where each parameter has its place in one vector, by identity: tensors compare element by element. The
-    parameters are kept alive, since an identity may be given away again."""
+    """The place of each parameter in one vector, by id: tensors compare element by element. The parameters are kept
+    alive, since Python reuses ids."""
     starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
     return {
         id(parameter): (parameter, slice(start, start + parameter.numel()))

@@ -1,8 +1,8 @@
 """Logical workers on processes, and every collective of the project.
 
 `workers` belongs to the experiment; how many processes host them is a deployment detail. A process hosts
-workers / world_size consecutive workers. Collectives return tensors in worker order, so that whatever is summed over
-workers afterwards is summed in the same order, to the last bit, for every process count.
+workers / world_size consecutive workers. Collectives return tensors in worker order, so that sums over workers are
+computed in the same order, and are equal to the last bit, for every process count.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from cdgrab.errors import CdgrabError, CollectiveError
 from cdgrab.runtime.rendezvous import meet
 
 DEVICES = ("auto", "cpu", "cuda")
-FEW = 2**16  # bytes; below this a sum takes as long as its rounds, not its traffic
-WHOLE = 2**16  # numbers of all processes together; below this one collective beats two with less traffic
+FEW = 2**16  # bytes; below this the time of a sum depends on its rounds, not on its traffic
+WHOLE = 2**16  # numbers of all processes together; below this one collective is faster than two with less traffic
 
-# The first name is new in torch 2.13, where the second is deprecated.
+# torch 2.13 has the first name and deprecates the second.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
 class Traffic:
-    """Bytes that this process sent, as the ring algorithms of the collectives send them."""
+    """Bytes that this process sent, counted as if collectives used ring algorithms."""
 
     sent: int = 0
-    calls: int = 0  # collectives begun
+    calls: int = 0  # collectives started
     last: str = ""  # the name of the last one
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Wraps every collective, so that a failure can be traced to a name and a number."""
         self.calls, self.last = self.calls + 1, name
-        number = self.calls  # another thread may begin one meanwhile
+        number = self.calls  # another thread may start one meanwhile
         try:
             yield
         except RuntimeError as error:
@@ -49,13 +49,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Which of the logical workers this process hosts, and how to reach the others."""
+    """Which logical workers this process hosts, and how to reach the others."""
 
     workers: int
     rank: int = 0
     world_size: int = 1
     traffic: Traffic = field(default_factory=lambda: Traffic(), compare=False)
-    channel: object = None  # a torch.distributed process group; None: the one that all share
+    channel: object = None  # a torch.distributed process group; None: the default one
     timeout: float | None = None  # seconds that a collective may take; None: torch's own limit
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class WorkerGroup:
     def gather(self, tensor: Tensor) -> Tensor:
         """[n, ...] of every process, the same n -> [n · processes, ...] in rank order, on every process.
 
-        What a process has for each of its workers comes out in worker order.
+        Rows that belong to workers come out in worker order.
         """
         if self.world_size == 1:
             return tensor
@@ -106,15 +106,15 @@ class WorkerGroup:
         return out.flatten(0, 1)
 
     def divides(self, dim: int) -> bool:
-        """Whether vectors of this length are divided among the processes by coordinates instead of sent whole."""
+        """Whether vectors of this length are divided by coordinates among the processes instead of being sent whole."""
         return self.world_size > 1 and dim * self.world_size > WHOLE
 
     def widths(self, dim: int) -> list[int]:
-        """How many of `dim` coordinates each process takes when they are divided."""
+        """How many of `dim` coordinates each process owns when they are divided."""
         return [dim // self.world_size + (rank < dim % self.world_size) for rank in range(self.world_size)]
 
     def coordinates(self, dim: int) -> slice:
-        """Those of this process."""
+        """The coordinates this process owns."""
         widths = self.widths(dim)
         start = sum(widths[: self.rank])
         return slice(start, start + widths[self.rank])
@@ -127,7 +127,7 @@ class WorkerGroup:
         mine, count = widths[self.rank], rows.shape[:-1].numel()
         if count == 1:
             outgoing = rows.contiguous().flatten()
-        else:  # coordinates of one process next to each other
+        else:  # the coordinates for one process must be contiguous
             outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
         out = rows.new_empty((self.world_size, *rows.shape[:-1], mine))
         sizes = [width * count for width in widths]
@@ -151,8 +151,8 @@ class WorkerGroup:
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
     def _exchanged(self, mine: Tensor, dim: int) -> Tensor:
-        """`unshard` in one round, from everybody to everybody: the ring of a gather has a round for each process, and
-        where processes share cores a round is what takes time. gloo does this on a CPU only."""
+        """`unshard` in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are
+        what takes time if processes share cores. gloo supports this on a CPU only."""
         whole = mine.new_empty(dim)
         parts = whole.split(self.widths(dim))
         others = [peer for peer in range(self.world_size) if peer != self.rank]
@@ -169,7 +169,7 @@ class WorkerGroup:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
         own = range(self.workers)[self.local]
         whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
-        return torch.stack(whole)  # one at a time: no process holds the rows of all workers
+        return torch.stack(whole)  # unsharded one at a time, so that no process holds the rows of all workers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""
@@ -180,7 +180,7 @@ class WorkerGroup:
         return tensor
 
     def small_all_reduce(self, tensor: Tensor) -> Tensor:
-        """Like `all_reduce`, in one round instead of several, which is what takes the time for few numbers."""
+        """Like `all_reduce`, but in one round instead of several: faster for few numbers."""
         if self.world_size > 1 and tensor.nbytes <= FEW:
             sent = tensor.flatten().repeat(self.world_size)
             everybody = torch.empty_like(sent)
@@ -193,7 +193,7 @@ class WorkerGroup:
     def gather_uneven(self, rows: list[Tensor]) -> list[Tensor]:
         """One vector for each worker hosted here, of any length -> the vectors of all workers, on every process.
 
-        They travel padded to the longest: collectives take rows of one length only.
+        They are padded to the longest: collectives only take rows of equal length.
         """
         if self.world_size == 1:
             return rows
@@ -203,7 +203,7 @@ class WorkerGroup:
         return [row[:count] for row, count in zip(self.gather(padded), counts, strict=True)]
 
     def from_worker(self, worker: int, tensor: Tensor) -> Tensor:
-        """What the process that hosts `worker` passes as `tensor`, on every process. It is overwritten elsewhere."""
+        """The `tensor` of the process that hosts `worker`, on every process. The others' tensors are overwritten."""
         if self.world_size > 1:
             host = worker // self.local_workers
             with self.traffic.collective("broadcast"):
@@ -212,7 +212,7 @@ class WorkerGroup:
         return tensor
 
     def new_channel(self) -> WorkerGroup:
-        """The same group on a new channel, for use by another thread. All processes must call this."""
+        """The same group with a new channel, for use by another thread. All processes must call this."""
         if self.world_size == 1:
             return self
         limit = timedelta(seconds=self.timeout) if self.timeout else None
@@ -221,7 +221,7 @@ class WorkerGroup:
         return replace(self, channel=new)
 
     def backends(self) -> str:
-        """What connects the processes, by device, such as cpu:gloo,cuda:nccl; empty where there is but one."""
+        """The backends by device, such as cpu:gloo,cuda:nccl; empty if there is only one process."""
         return str(dist.get_backend_config(self.channel)) if self.world_size > 1 else ""
 
     def barrier(self) -> None:
@@ -231,17 +231,17 @@ class WorkerGroup:
 
 
 def launched_rank() -> int:
-    """This process's rank as torchrun tells it; 0 outside torchrun."""
+    """This process's rank, from torchrun; 0 outside torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def launched_world_size() -> int:
-    """Number of processes as torchrun tells it; 1 outside torchrun."""
+    """The number of processes, from torchrun; 1 outside torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def pick_device(wanted: str = "auto") -> torch.device:
-    """auto: a GPU when there is one. Ranks share GPUs in turn when there are fewer GPUs than ranks."""
+    """auto: a GPU if there is one. If there are fewer GPUs than ranks, ranks share them in turn."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise CdgrabError("device=cuda was asked for, but no GPU is available here; use device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -250,12 +250,12 @@ def pick_device(wanted: str = "auto") -> torch.device:
 
 
 def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
-    """Join the processes that torchrun started (or none) and divide the workers among them. A collective that takes
+    """Join the processes that torchrun started, if any, and divide the workers among them. A collective that takes
     longer than `timeout` seconds fails.
 
-    gloo throughout: it takes CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
+    Always gloo: it handles CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
     """
-    # refuses a bad split before any connection
+    # made first, so that a bad split is refused before anything connects
     group = WorkerGroup(workers, launched_rank(), launched_world_size(), timeout=timeout)
     if group.world_size > 1 and not dist.is_initialized():
         meet(group.rank, group.world_size, timeout)
@@ -263,7 +263,7 @@ def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
 
 
 def one_worker_per_process(channel: object = None) -> WorkerGroup:
-    """The processes that are already connected, each hosting one worker; `channel`: a process group of some of them."""
+    """The processes that are already connected, each hosting one worker. channel: a process group of some of them."""
     if not (dist.is_available() and dist.is_initialized()):
         if (processes := launched_world_size()) > 1:
             raise CdgrabError(f"{processes} processes are not connected: call init_process_group of torch.distributed")

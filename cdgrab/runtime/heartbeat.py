@@ -1,7 +1,7 @@
 """Finds out which process is missing when the others wait in vain.
 
-Every few seconds each process writes to torchrun's store which collective it began last. When a collective fails or
-takes longer than `timeout`, the others read the store: a process that has written nothing new is gone or stuck; if all
+Every few seconds each process writes to torchrun's store which collective it started last. When a collective fails or
+takes longer than `timeout`, the others read the store: a process that has written nothing new has died or hangs. If all
 of them still write, the one furthest behind is busy with something else.
 """
 
@@ -30,7 +30,7 @@ def watching(group: WorkerGroup, timeout: float) -> Iterator[None]:
     try:
         heartbeat = Heartbeat(group, timeout)
     except RuntimeError as error:
-        raise MissingError(f"{GONE}: rank {group.rank} could not tell it that it is here") from error
+        raise MissingError(f"{GONE}: rank {group.rank} could not report its presence") from error
     try:
         yield
     except CollectiveError as error:
@@ -67,7 +67,7 @@ class Heartbeat:
         return f"rank {behind} has not joined in{_last(after[behind])}"
 
     def _run(self) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # without the store there is nobody to tell
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone: nothing to report to
             while not self._ended.wait(self._interval):
                 self._beat()
 
@@ -77,7 +77,7 @@ class Heartbeat:
         self._store.set(self._key(self._group.rank), f"{self._beats} {traffic.calls} {traffic.last}")
 
     def _all(self) -> dict[int, tuple[int, int, str]]:
-        """By rank: beats, collectives begun, the last one's name."""
+        """By rank: beats, collectives started, the name of the last one."""
         found = {}
         for rank in range(self._group.world_size):
             told = "0 0 " if not self._store.check([self._key(rank)]) else self._store.get(self._key(rank)).decode()

@@ -1,9 +1,9 @@
 """The mean gradient over all workers: the same bits for every number of processes that is a power of two.
 
 Gradients are summed in a fixed tree over the workers. A process sums its own workers, a branch of the tree; then the
-processes' sums meet. Large ones meet coordinate by coordinate: each process gets its share of the coordinates from all
-(an all-to-all), sums that, and the shares are gathered, at the traffic of an all-reduce. When every process contributes
-the gradient of one unit, what it receives on the way is all that coordinated ordering needs: the shard.
+sums of the processes are added. Long ones are divided by coordinates: each process receives its coordinates of all sums
+(an all-to-all), adds them, and the results are gathered. That is the traffic of an all-reduce. If every process
+contributes the gradient of one unit, what it receives on the way is all that coordinated ordering needs: the shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cdgrab.runtime.group import WorkerGroup
 
 
 def tree_sum(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, by halves, quarters, … as long as the number of rows can be halved."""
+    """The sum over the first dimension, as a binary tree as far as the number of rows can be halved."""
     branches = len(rows) & -len(rows)  # the largest power of two that divides it
     leaves = rows.unflatten(0, (branches, -1))
     sums = leaves[:, 0]
@@ -27,17 +27,18 @@ def tree_sum(rows: Tensor) -> Tensor:
 
 
 class Averager:
-    """The mean gradient over all workers, from every process's sum over its own.
+    """The mean gradient over all workers, from every process's sum over its own workers.
 
-    wire: the type in which numbers travel, where that is not their own; they are added up in theirs.
+    wire: the type in which numbers are sent, if not their own; they are summed in their own type.
     """
 
     def __init__(self, group: WorkerGroup, dim: int, *, wire: torch.dtype | None = None) -> None:
         self.group, self.dim, self.wire = group, dim, wire
 
     def average(self, local_sum: Tensor, want_shard: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The mean [dim] of `local_sum` [dim] of every process. With `want_shard`, and where coordinates are divided,
-        also this process's coordinates of everybody's sum, [processes, width]; else None."""
+        """The mean [dim] over all workers; local_sum [dim]: the sum over this process's own. With `want_shard`, if
+        coordinates are divided, also this process's coordinates of all processes' sums, [processes, width]; else
+        None."""
         group, own, wire = self.group, local_sum.dtype, self.wire or local_sum.dtype
         if not group.divides(self.dim):
             return tree_sum(group.gather(local_sum[None].to(wire)).to(own)) / group.workers, None

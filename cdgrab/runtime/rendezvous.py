@@ -1,8 +1,8 @@
 """How the processes of a run find each other, also after torchrun has restarted them.
 
-torchrun's store outlives a restart, and with it the addresses of processes that are gone. So the processes first agree
-on a new name: rank 0 proposes one and every other rank answers with a random token. Rank 0 confirms the tokens it has
-read, and a rank that finds its own token among them knows that the proposal is not left over from before.
+torchrun's store survives a restart, and still holds the addresses of dead processes. So the processes first agree on a
+new name: rank 0 proposes one and every other rank answers with a random token. Rank 0 confirms the tokens it has read.
+A rank that finds its own token among them knows that the proposal is not left over from before.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from cdgrab.errors import MissingError
 
-PATIENCE = 120.0  # seconds for everybody to start
+PATIENCE = 120.0  # seconds that all processes have to start
 PAUSE = 0.02  # seconds between two polls
 GONE = "the process that keeps the store no longer answers"
 
 
 def meet(rank: int, world_size: int, timeout: float | None) -> None:
-    """Connect the default process group, by gloo; a collective that takes longer than `timeout` seconds fails."""
+    """Connect the default process group with gloo; a collective that takes longer than `timeout` seconds fails."""
     limit = timedelta(seconds=timeout) if timeout else None
     try:
         if _has_agent():
@@ -43,7 +43,7 @@ def agents_store(patience: float) -> dist.TCPStore:
 
 
 def note_beginning(name: str) -> None:
-    """Tell processes that torchrun restarts later that this run has begun and may be resumed."""
+    """Tell processes that torchrun starts later that this run has begun and may be resumed."""
     if _has_agent():
         with _answering():
             agents_store(PATIENCE).set(f"cdgrab/begun/{name}", "1")
@@ -67,7 +67,7 @@ def _has_agent() -> bool:
 
 
 def _agree(store: dist.Store, rank: int, world_size: int) -> str:
-    """A name that only the processes running now take for theirs."""
+    """A name agreed on by the processes running now, and by no earlier ones."""
     me, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE
     if rank == 0:
         name, answers = me, {}

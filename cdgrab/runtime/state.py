@@ -1,4 +1,4 @@
-"""The state of an object that belongs to workers, some of them hosted here: how sorters and sparsifiers are saved."""
+"""How sorters and sparsifiers are saved: the state of an object that belongs to workers, some of them hosted here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ Values = dict[str, object]
 
 
 class WorkerState:
-    """Saves itself: what a subclass keeps in attributes goes into the state without a word from it.
+    """An object whose state is saved automatically: whatever a subclass keeps in attributes.
 
     Tensors named in `per_worker` have a row for each of this process's workers; everything else is common to all.
-    Attributes set before `_remember_settings` and those named in `options` are settings. A subclass that keeps more
-    than its state in attributes names the state in `saved`. A state belongs to one identity: the class, its `decisive`
-    settings, and the options kept under their own names; options kept otherwise only say how the work is done.
+    Attributes set before `_remember_settings` and those named in `options` are settings, not state. A subclass with
+    further attributes that are not state lists its state in `saved`. A state belongs to one identity: the class, its
+    `decisive` settings, and the options kept under their own names. Options kept under other names only decide how the
+    work is done.
     """
 
-    kind: str  # as messages call it
+    kind: str  # its name in messages
     decisive: tuple[str, ...]  # settings that decide what it does
-    progress: tuple[str, ...]  # whole numbers that say how far it is
+    progress: tuple[str, ...]  # whole numbers that tell how far it has got
     saved: tuple[str, ...] | None = None
     base_per_worker: tuple[str, ...] = ()  # those of the base class
     per_worker: tuple[str, ...] | None = None  # those of a subclass; None: it has said nothing about its tensors
@@ -36,7 +37,7 @@ class WorkerState:
     _settings: frozenset[str] = frozenset()
 
     def _join(self, workers: int, group: WorkerGroup | None) -> None:
-        """Host this process's part of the workers; without a `group` all of them."""
+        """Host this process's part of the workers; all of them if there is no `group`."""
         self.workers = count("workers", workers, 1)
         self.group = group or WorkerGroup(workers)
         if self.group.workers != workers:
@@ -48,13 +49,13 @@ class WorkerState:
         return range(self.workers)[self.group.local]
 
     def state_dict(self) -> dict:
-        """Everything needed to go on from here: plain values and tensors only."""
+        """Everything needed to continue from here: plain values and tensors only."""
         per_worker, common = self._values()
         progress = {name: getattr(self, name) for name in self.progress}
         return {"identity": self._identity(), **progress, "per_worker": copied(per_worker), "common": copied(common)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state_dict` was taken. Takes the state of all workers too, and keeps this process's part."""
+        """Continue where `state_dict` was taken. Also takes the state of all workers, and keeps this process's part."""
         if not isinstance(state, dict) or not {"identity", "per_worker", "common", *self.progress} <= state.keys():
             raise CdgrabError(f"this is not the state of a {self.kind}")
         mine, theirs = self._identity(), dict(state["identity"])
@@ -77,11 +78,11 @@ class WorkerState:
         return {"version": STATE_VERSION, self.kind: type(self).__name__, **settings}
 
     def _remember_settings(self) -> None:
-        """What has been set so far is no state."""
+        """Attributes set so far are settings, not state."""
         self._settings = frozenset(vars(self)) | {"_settings"}
 
     def _values(self) -> tuple[dict[str, Tensor], Values]:
-        """What belongs to this process's workers, and what is common to all workers, by name."""
+        """By name: what belongs to this process's workers, and what is common to all workers."""
         per_worker, common = {}, {}
         no_state = {*self._settings, *self.options, *self.progress}
         for name in (name for name in vars(self) if name not in no_state) if self.saved is None else self.saved:
@@ -111,7 +112,7 @@ class WorkerState:
         return name in named
 
     def _value_names(self) -> tuple[set[str], set[str]]:
-        """Of `_values`, without asking other processes for any."""
+        """The names of `_values`, without communication."""
         per_worker, common = self._values()
         return set(per_worker), set(common)
 
@@ -121,22 +122,22 @@ class WorkerState:
 
 
 def gathered(state: dict, group: WorkerGroup) -> dict:
-    """The state of all workers from that of every process; all processes call this."""
+    """The state of all workers, from the states of all processes, on every process. All processes call this."""
     return state | {"per_worker": {name: group.gather(tensor) for name, tensor in state["per_worker"].items()}}
 
 
 def collected(state: dict, group: WorkerGroup) -> dict | None:
-    """Like `gathered`, on the first process; None on the others, which hold no more than their own."""
+    """Like `gathered`, on the first process; None on the others, so that only one holds the whole state."""
 
     def of_all(tensor: Tensor) -> Tensor | None:
-        return group.collect(tensor) if tensor.numel() else group.gather(tensor)  # nothing is sent of nothing
+        return group.collect(tensor) if tensor.numel() else group.gather(tensor)  # an empty tensor is not sent
 
     per_worker = {name: of_all(tensor) for name, tensor in state["per_worker"].items()}
     return None if group.rank else state | {"per_worker": per_worker}
 
 
 def copied(value: object) -> object:
-    """Tensors and what contains them, independent of the original."""
+    """A copy of tensors and of containers of tensors, independent of the original."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Start processes as torchrun does, through its own Python interface: a failing rank ends in one sentence.
+"""Start processes as torchrun does, through its Python interface.
 
-A free port is found by the rendezvous; when one rank dies, torchrun stops the others.
+The rendezvous finds a free port. When one rank dies, torchrun stops the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def torchrun(
     name: str | None = None,
     restarts: int = 0,
 ) -> int:
-    """`torchrun --nproc-per-node=processes` with Python arguments; the first failing rank's status."""
+    """`torchrun --nproc-per-node=processes` with Python arguments. Returns 0, or the first failing rank's status."""
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=nnodes,

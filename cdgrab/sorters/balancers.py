@@ -1,5 +1,5 @@
-"""Running sums, and the rules that sign rows against them. Sums and inner products are float64 whatever the rows are,
-so that orders do not hang on rounding."""
+"""Running sums, and the rules that decide the signs of rows against them. Sums and inner products are float64 whatever
+the rows are, so that orders do not depend on rounding."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from cdgrab.balance import kernels
 from cdgrab.balance.rules import kh_penalties
 from cdgrab.runtime.group import WorkerGroup
 
-BLOCK_BYTES = 2**20  # of rows: with fewer, calls take more time than numbers
+BLOCK_BYTES = 2**20  # of rows; smaller blocks spend more time on calls than on arithmetic
 
 
 class Balancer:
-    """Every worker balances its own rows (GraB and ID-GraB with pairs): one running sum each, zero at an epoch's start.
+    """Every worker balances its own rows (PairBal of GraB and ID-GraB): one running sum each, zero at an epoch's start.
 
     decisions: rows per worker and epoch. A row's limit is 0 (greedy), or `width` times a draw from Unif[−1, 1] that
     depends on seed, worker, epoch and row alone, and is drawn again instead of stored.
     """
 
-    tensors: tuple[str, ...] = ("running",)  # the state
-    common: bool = False  # whether it is that of all workers, instead of each local worker's
+    tensors: tuple[str, ...] = ("running",)  # attributes that are the state
+    common: bool = False  # whether all workers share the state; otherwise each local worker has its own
 
     def __init__(
         self, *, group: WorkerGroup, dim: int, decisions: int, seed: int, rule: str, width: float, buffer_bytes: float
     ) -> None:
         self.group, self.dim, self.decisions = group, dim, decisions
         self._seed, self._width = seed, width if rule == "walk" else None
-        self.block_bytes = min(BLOCK_BYTES, buffer_bytes / 2)  # of rows that are worth a call of `decide`
+        self.block_bytes = min(BLOCK_BYTES, buffer_bytes / 2)  # rows that are worth a call of `decide`
         self.running = torch.zeros(self.sums(), dim, dtype=torch.float64)
         self._limits = torch.zeros(decisions, group.workers, dtype=torch.float64)
         self._kernels: ModuleType | None = None
@@ -41,7 +41,7 @@ class Balancer:
         return self.group.local_workers
 
     def start(self, epoch: int, observed: int) -> None:
-        """An epoch begins. observed: units of the last one."""
+        """Start an epoch. observed: how many units of the last one were observed."""
         self.running.zero_()
         self.draw(epoch)
 
@@ -58,8 +58,8 @@ class Balancer:
         return self._kernels.balance(rows, self.running, limits)
 
     def prepare(self, first: int, rows: Tensor) -> Tensor:
-        """The limits of rows first, first + 1, …, [n, all workers]. They and the state move to the rows' device, all
-        limits at once: a copy to a GPU waits for what it does."""
+        """The limits of rows first, first + 1, …, [n, all workers]. Moves the state and all limits to the rows' device,
+        at once: every copy to a GPU waits until it is idle."""
         if self._kernels is None or self.running.device != rows.device:
             self._kernels = kernels.for_device(rows.device)
             for name in self.tensors:
@@ -68,7 +68,7 @@ class Balancer:
         return self._limits[first : first + len(rows)]
 
     def local(self, signs: Tensor) -> Tensor:
-        """What `decide` found for this process's workers, [n, local workers]."""
+        """The signs that `decide` returned, of this process's workers: [n, local workers]."""
         return signs
 
     def values(self) -> dict[str, Tensor]:
@@ -83,8 +83,8 @@ class Balancer:
 
 
 class CentredBalancer(Balancer):
-    """GraB (arXiv 2205.10733, Algorithm 4) in every worker: rows are gradients, balanced after the mean of the last
-    epoch (0 in the first) has been subtracted."""
+    """GraB (Lu et al. 2022, arXiv 2205.10733, Algorithm 4) in every worker: rows are gradients, from which the mean of
+    the last epoch (0 in the first) is subtracted before they are balanced."""
 
     tensors = ("running", "stale_mean", "fresh_sum")
 
@@ -93,7 +93,7 @@ class CentredBalancer(Balancer):
         self.stale_mean, self.fresh_sum = torch.zeros_like(self.running), torch.zeros_like(self.running)
 
     def start(self, epoch: int, observed: int) -> None:
-        if observed:  # else nothing fresher is known
+        if observed:  # otherwise keep the older mean
             self.stale_mean, self.fresh_sum = self.fresh_sum / observed, torch.zeros_like(self.fresh_sum)
         super().start(epoch, observed)
 
@@ -103,9 +103,9 @@ class CentredBalancer(Balancer):
 
 
 class HalvingBalancer(Balancer):
-    """KH-SGD (Low-Rank Thinning, 2025) in every worker: a random threshold that follows the rows seen.
+    """KH-SGD (Carrell et al. 2025, arXiv 2502.12063) in every worker: a random threshold that adapts to the rows seen.
 
-    `epochs` is the length of the run: the rule's confidence `delta` is spread over all of it.
+    `epochs` is the length of the run: the failure probability `delta` is spread over all of it.
     """
 
     tensors = ("running", "q")

@@ -1,4 +1,8 @@
-"""Sorters that balance gradients, each worker on its own: GraB, ID-GraB and KH-SGD."""
+"""Sorters that balance gradients, each worker on its own.
+
+GraB, balancing single gradients: Lu et al. 2022, arXiv 2205.10733, Algorithm 4. PairBal and ID-GraB: Cooper et al. 2023
+(CD-GraB), arXiv 2302.00845, Algorithms 1 and 2. KH-SGD: Carrell et al. 2025 (Low-Rank Thinning), arXiv 2502.12063.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from cdgrab.sorters.base import Sorter
 from cdgrab.sorters.server import BACKGROUND, LOST, OrderServer, in_background
 
 RULES = ("greedy", "walk")
-OWN = ("current", "_signs", "_unpaired")  # beside the balancer's, the state
-GPU_BLOCK_BYTES = 2**26  # a GPU is busy only with many rows at once
+OWN = ("current", "_signs", "_unpaired")  # the state, besides the balancer's
+GPU_BLOCK_BYTES = 2**26  # only many rows at once keep a GPU busy
 
 
 class BalancingSorter(Sorter):
@@ -23,7 +27,7 @@ class BalancingSorter(Sorter):
 
     options = ("initial", "rule", "walk_width", "sketch", "sketch_size", "buffer_mb", "background")
     balancer: type[Balancer]
-    rule_options: tuple[str, ...] = ()  # what this balancer takes beyond what all take
+    rule_options: tuple[str, ...] = ()  # options of this balancer beyond those that all balancers take
     units_per_row = 2  # rows are differences of two gradients, or single gradients
 
     def __init__(
@@ -52,7 +56,7 @@ class BalancingSorter(Sorter):
         self._signs = torch.zeros(self.local_workers, self._balancer.decisions, dtype=torch.int8)
         # the first gradient of a pair that is still incomplete, [local workers, 0 or 1, row_dim]
         self._unpaired = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
-        self._server: OrderServer | None = None  # made with the first gradients: they tell the device
+        self._server: OrderServer | None = None  # made when the first gradients arrive: they tell the device
 
     def next_order(self, epoch: int) -> Tensor:
         self.drain()
@@ -65,7 +69,7 @@ class BalancingSorter(Sorter):
         return order
 
     def look(self, gradients: Tensor) -> None:
-        """In parts that make a block each; `position` moves on with every part that has been taken."""
+        """In parts of one block each; `position` is advanced with every part."""
         for some in gradients.split(self._units_at_once(gradients), dim=1):
             self._take(some.shape[1], self._rows(self._sketched(some)))
 
@@ -81,7 +85,7 @@ class BalancingSorter(Sorter):
         return (reorder_pairs if self.units_per_row == 2 else reorder)(self.current, self._signs)
 
     def _sketched(self, gradients: Tensor) -> Tensor:
-        """What is balanced instead of the gradients, in float32 at least."""
+        """What is balanced: the gradients or their sketches, in float32 at least."""
         gradients = gradients.float() if gradients.element_size() < 4 else gradients
         return self._sketch(gradients) if self._sketch else gradients
 
@@ -97,10 +101,11 @@ class BalancingSorter(Sorter):
         return by_position[0::2] - by_position[1::2]
 
     def _take(self, units: int, rows: Tensor) -> None:
-        """These many units have been looked at. Whatever may be interrupted comes after `position` has moved on."""
+        """Count so many units as observed and submit their rows. `position` is advanced before anything that can be
+        interrupted."""
         first = self.position // self.units_per_row
         self.position += units
-        if self.position == self.units:  # an odd last unit has no pair: nothing is kept of it
+        if self.position == self.units:  # an odd last unit has no partner: its gradient is not needed
             self._unpaired = self._unpaired[:, :0]
         if len(rows):
             self._server = self._server or self._make_server(rows.is_cuda)
@@ -108,15 +113,15 @@ class BalancingSorter(Sorter):
 
     def _make_server(self, on_gpu: bool) -> OrderServer:
         wanted, alone = self._background, self.group.world_size == 1
-        # A thread's collectives need a channel of their own, for which all processes must agree: only when asked.
+        # A thread needs its own channel for collectives, which all processes must open together: only on request.
         background = in_background(wanted, on_gpu) if alone or wanted != "auto" else False
         if background and not alone:
             self._balancer.group = self.group.new_channel()
         return OrderServer(self._balancer, self._buffer_bytes, background)
 
     def _units_at_once(self, gradients: Tensor) -> int:
-        """As many as make a block. A GPU gets blocks of up to 64 MiB whatever `buffer_mb` is: smaller ones would spend
-        their time on launches."""
+        """As many as fill a block. A GPU gets blocks of up to 64 MiB whatever `buffer_mb` is: smaller ones would spend
+        most of the time on launches."""
         block = self._balancer.block_bytes
         block = max(GPU_BLOCK_BYTES, block) if gradients.is_cuda else block
         row = self.local_workers * self.row_dim * max(4, gradients.element_size())
@@ -132,7 +137,7 @@ class BalancingSorter(Sorter):
     def load_state_dict(self, state: dict) -> None:
         """See `Sorter.load_state_dict`."""
         if self._server:
-            self._server.drain()  # a block being decided adds to sums that are about to be replaced
+            self._server.drain()  # a block that is still being decided adds to the sums that are replaced here
         super().load_state_dict(state)
 
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -152,7 +157,7 @@ class BalancingSorter(Sorter):
 
 
 class MeanBalance(BalancingSorter):
-    """GraB / ID-GraB (Bal): balances g − mean gradient of the previous epoch, every worker alone."""
+    """GraB / ID-GraB (Bal): balances g − mean gradient of the previous epoch, each worker on its own."""
 
     label = "ID-GraB (Bal)"
     balancer = CentredBalancer
@@ -160,17 +165,16 @@ class MeanBalance(BalancingSorter):
 
 
 class PairBalance(BalancingSorter):
-    """GraB / ID-GraB (PairBal) of the CD-GraB paper: balances g_{2k} − g_{2k+1}; the pair gets (s, −s). Every worker
-    alone."""
+    """GraB / ID-GraB (PairBal): balances g_{2k} − g_{2k+1}; the pair gets (s, −s). Each worker on its own."""
 
     label = "ID-GraB (PairBal)"
     balancer = Balancer
 
 
 class KernelHalving(BalancingSorter):
-    """KH-SGD (Low-Rank Thinning, 2025): pair differences with a randomised threshold, every worker alone.
+    """KH-SGD: pair differences with a randomised threshold, each worker on its own.
 
-    `epochs` is the length of the run: the rule's confidence is spread over all of it.
+    `epochs` is the length of the run: the failure probability `delta` is spread over all of it.
     """
 
     label = "KH-SGD"

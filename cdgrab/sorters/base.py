@@ -1,6 +1,6 @@
-"""What a sorter is: orders out, gradients in. Checks, epochs and state live here, the rules in subclasses.
+"""What a sorter is: gradients in, orders out. Checks, epochs and state live here, the rules in subclasses.
 
-A sorter of one's own is a subclass with one method, or two if it looks at gradients; see `Sorter`.
+Your own sorter is a subclass with one method, or two if it looks at gradients; see `Sorter`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Sorter(WorkerState):
     """Chooses, epoch by epoch, the order in which each worker visits its units.
 
     A subclass implements `next_order` and, if it looks at gradients, `look`. Tensors, numbers and lists that it keeps
-    in attributes are saved and restored by themselves; tensors with a row for each worker are named in `per_worker`.
-    Options of its own are named in `options` and kept under the same names. It is used by name once it is
-    registered: `SORTERS["mine"] = Mine`.
+    in attributes are saved and restored automatically; tensors with a row for each worker are listed in `per_worker`.
+    Its own options are listed in `options` and kept in attributes of the same names. To use it by name, register it:
+    `SORTERS["mine"] = Mine`.
     """
 
     kind = "sorter"
@@ -34,7 +34,7 @@ class Sorter(WorkerState):
     base_per_worker = ("current",)
     label: str = ""  # in figures and tables
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
-    needs_gradients: bool = False  # True for every subclass with a `look` of its own
+    needs_gradients: bool = False  # set to True for every subclass that defines `look`
     takes_shards: bool = False  # whether `observe_shard` takes gradients divided by coordinates
 
     def __init_subclass__(cls) -> None:
@@ -63,8 +63,8 @@ class Sorter(WorkerState):
     # -- for users ----------------------------------------------------------------------------------------------------
 
     def order(self, epoch: int, *, cut_short: bool = False) -> Tensor:
-        """This epoch's order, LongTensor [local workers, units]. Epochs 0, 1, 2, … in sequence; asking again for the
-        current epoch gives the same order again.
+        """This epoch's order, LongTensor [local workers, units]. Epochs come in sequence: 0, 1, 2, … Asking again for
+        the current epoch returns the same order.
 
         cut_short: the last epoch may have ended early. Units that were not observed in it keep their order, in the
         middle of this one.
@@ -83,13 +83,13 @@ class Sorter(WorkerState):
         """Tell the sorter the gradients of the next units of this epoch.
 
         positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
-        gradients [local workers, k, dim], of which a copy is taken. A refused call changes nothing; after an
-        interrupted one `position` says what was taken.
-        Any split of the epoch into calls gives the same result: to the last bit on a CPU, where this process holds all
-        coordinates. On a GPU, or divided between processes, rows are decided in blocks whose inner products are added
-        up in another order when they are split elsewhere: inner products within rounding (some 1e-13 of |r|·|v|) of
-        their limit may then fall on its other side.
-        unseen: the caller checks whether they are finite, perhaps later; checking here would wait for a GPU.
+        gradients [local workers, k, dim], which are copied. A refused call changes nothing; after an interrupted one
+        `position` tells how much was taken.
+        Any split of the epoch into calls gives the same result: to the last bit on a CPU where this process holds all
+        coordinates. On a GPU, or if coordinates are divided between processes, rows are decided in blocks, and inner
+        products are summed in an order that depends on where the blocks are split. An inner product within rounding
+        error of its limit (some 1e-13 of |r|·|v|) may then fall on the other side.
+        unseen: skip the finiteness check, which would wait for the GPU; the caller checks later.
         """
         positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
         self._check(positions, gradients, unseen)
@@ -101,26 +101,26 @@ class Sorter(WorkerState):
         self.position = end
 
     def observe_shard(self, shard: Tensor) -> None:
-        """Like `observe` for one position, for sorters that take gradients divided by coordinates: `takes_shards`."""
+        """Like `observe` for one position, with gradients divided by coordinates; only if `takes_shards`."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
     def by_shards(self, units_per_mean: int, sparse: bool) -> bool:
-        """Shards or whole gradients: whether the shards that processes exchange for a mean gradient are all that the
-        sorter needs. They are if each process contributes one unit to the mean, and nothing is left out of it."""
+        """Shards or whole gradients: whether the shards that processes exchange to compute the mean gradient are all
+        that the sorter needs. They are if each process contributes one unit to the mean and nothing is left out."""
         return self.takes_shards and self.local_workers * units_per_mean == 1 and not sparse
 
     def drain(self) -> None:
-        """Wait for what is still being decided; the next order then needs no other process. All processes call this."""
+        """Wait until all signs are decided; the next order then needs no other process. All processes call this."""
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def next_order(self, epoch: int) -> Tensor:
-        """The order [local workers, units] of `epoch`; that of the last one is `self.current`, empty in epoch 0."""
+        """The order [local workers, units] of `epoch`. The last epoch's order is `self.current`, empty in epoch 0."""
         raise NotImplementedError
 
     def look(self, gradients: Tensor) -> None:
-        """Gradients [local workers, k, dim], of any floating-point type, of `self.position` and the positions after it.
-        They belong to the caller: keep a copy of what you need."""
+        """Gradients [local workers, k, dim], of any floating-point type, of the k positions from `self.position` on.
+        They belong to the caller: copy what you want to keep."""
         raise NotImplementedError
 
     def random_order(self, epoch: int) -> Tensor:

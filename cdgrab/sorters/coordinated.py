@@ -1,5 +1,5 @@
-"""CD-GraB (arXiv 2302.00845, Algorithms 2 and 3): all workers balance against one running sum, on one process or
-between several."""
+"""CD-GraB (Cooper et al. 2023, arXiv 2302.00845, Algorithms 2 and 3): all workers balance against one running sum, on
+one process or on several."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cdgrab.sorters.balancing import BalancingSorter
 
 
 class CoordinatedBalancer(Balancer):
-    """One running sum for all workers, which come in rank order at each position.
+    """One running sum for all workers, whose turns come in rank order at each position.
 
     With several processes, short rows (row length × processes <= `group.WHOLE`, 65,536) are collected on the first
-    one, which decides all signs and hands them out at the epoch's end: it holds all workers' rows, of as many positions
-    as fill `buffer_bytes`, at least of one (of 64 workers on 4 processes at most 64 × 16,384 numbers). Long ones are
-    divided by coordinates: a process keeps its shard of everybody's rows and of the running sum, and the inner products
-    of the shards are added up. No process then holds the rows of all workers.
+    process, which decides all signs and distributes them at the epoch's end. It holds the rows of all workers for as
+    many positions as fill `buffer_bytes`, but at least one (64 workers on 4 processes: at most 64 × 16,384 numbers).
+    Long rows are divided by coordinates: every process keeps its shard of all rows and of the running sum, and the
+    inner products of the shards are summed over the processes. Then no process holds the rows of all workers.
     """
 
     common = True
@@ -29,7 +29,7 @@ class CoordinatedBalancer(Balancer):
         super().__init__(buffer_bytes=buffer_bytes, **settings)
         self.divided = self.group.divides(self.dim)
         if self.group.world_size > 1:
-            # Rows travel together: what arrives fills the buffer, or half of it where it replaces what was sent.
+            # Rows are sent in blocks: what arrives fills the buffer, or half of it if it replaces what was sent.
             self.block_bytes = buffer_bytes / (2 if self.divided else self.group.world_size)
         self._keep_own_coordinates()
 
@@ -37,7 +37,7 @@ class CoordinatedBalancer(Balancer):
         return 1
 
     def decide(self, first: int, rows: Tensor) -> Tensor:
-        """Signs of all workers, [n, workers]; where another process decides, zeros in their place."""
+        """Signs of all workers, [n, workers]; zeros if another process decides them."""
         if self.group.world_size == 1:
             return super().decide(first, rows)
         blocks = rows.split(_rows_in(self.block_bytes, rows))
@@ -45,7 +45,7 @@ class CoordinatedBalancer(Balancer):
         return torch.cat([self._decide_block(start, block) for start, block in zip(starts, blocks, strict=True)])
 
     def _decide_block(self, first: int, rows: Tensor) -> Tensor:
-        """Of rows that may travel at once."""
+        """Decide one block, small enough to send at once."""
         limits = self.prepare(first, rows)
         if self.divided:
             if rows.shape[1] != self.group.workers:  # not divided yet
@@ -54,7 +54,7 @@ class CoordinatedBalancer(Balancer):
         everybody = self.group.collect(rows.transpose(0, 1))
         if everybody is None:
             return torch.zeros(limits.shape, dtype=torch.int8)
-        at_once = _rows_in(BLOCK_BYTES, everybody.transpose(0, 1))  # the kernel wants copies, by positions
+        at_once = _rows_in(BLOCK_BYTES, everybody.transpose(0, 1))  # the kernel copies rows, position by position
         parts = zip(everybody.split(at_once, 1), limits.split(at_once), strict=True)
         return torch.cat([self._kernels.balance(some.transpose(0, 1), self.running, its) for some, its in parts])
 
@@ -88,12 +88,12 @@ class CoordinatedPairBalance(BalancingSorter):
         self._first_shard: Tensor | None = None  # of a pair that is still incomplete
 
     def observe_shard(self, shard: Tensor) -> None:
-        """Like `observe` for the next position, with gradients that have been divided already: this process's
-        coordinates of those of all workers, [workers, width]. They belong to the sorter from now on, and the caller
-        checks whether they are finite."""
+        """Like `observe` for the next position, with gradients that are already divided: this process's coordinates of
+        all workers' gradients, [workers, width]. They belong to the sorter from now on; the caller checks whether they
+        are finite."""
         if not self.takes_shards:
             return super().observe_shard(shard)
-        if self._unpaired.shape[1]:  # whole gradients were observed before, or loaded
+        if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
             self._first_shard = self.group.shard(self._unpaired[:, 0]).flatten(0, 1).to(shard)
             self._unpaired = self._unpaired[:, :0]
         if self._first_shard is None:
@@ -120,5 +120,5 @@ class CoordinatedPairBalance(BalancingSorter):
 
 
 def _rows_in(size: float, rows: Tensor) -> int:
-    """How many of the rows take this much memory; at least one."""
+    """How many of the rows fit into this many bytes; at least one."""
     return max(1, int(size * len(rows) / rows.nbytes))

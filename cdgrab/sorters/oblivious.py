@@ -1,4 +1,4 @@
-"""Sorters that never look at a gradient. The training loop computes no per-unit gradients for them."""
+"""Sorters that never look at gradients. The training loop computes no per-unit gradients for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DistributedRandomReshuffling(Sorter):
 
 
 class ShuffleOnce(Sorter):
-    """SO: one random permutation per worker, kept for good."""
+    """SO: one random permutation per worker, kept for all epochs."""
 
     label = "Shuffle once"
     options = ("initial",)
@@ -43,7 +43,8 @@ class ShuffleOnce(Sorter):
 
 
 class FlipFlop(Sorter):
-    """FlipFlop (Rajput, Lee, Papailiopoulos 2022): even epochs a fresh order, odd epochs the last one reversed."""
+    """FlipFlop (Rajput, Lee, Papailiopoulos 2022, arXiv 2102.09718): a fresh order in even epochs, the last one
+    reversed in odd epochs."""
 
     label = "FlipFlop"
 
@@ -52,10 +53,10 @@ class FlipFlop(Sorter):
 
 
 class Riffle(Sorter):
-    """Even positions, then odd positions reversed: what pair balancing does when every sign is +1.
+    """Even positions, then odd positions reversed: what pair balancing does if every sign is +1.
 
     This is the order that the published code really produces on M4 and WikiText-2, where it subtracts a reused buffer
-    from itself. Kept to compare the published curves with.
+    from itself. It is kept for comparison with the published curves.
     """
 
     label = "Riffle"

@@ -1,8 +1,8 @@
 """The order server: rows in, signs out, beside the training instead of in its way.
 
-This is the order server that the conclusion of the CD-GraB paper asks for. Orders are needed once per epoch, so signs
-may be decided late. Rows are taken as they come, collected into blocks and decided strictly in order: on a GPU on a
-stream of its own, on a CPU in a thread where a core is free, else at once.
+This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
+once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
+order: on a GPU in a separate stream; on a CPU in a thread if a core is free, otherwise at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LOST = (
 
 
 class OrderServer:
-    """Lets a balancer decide the rows of an epoch, in order, in blocks of about the size that it wants.
+    """Lets a balancer decide the rows of an epoch, in order, in blocks of about the size that it prefers.
 
-    At most `buffer_bytes` of rows are handed over and not decided yet, unless a single block is larger: then that one
-    alone. Beside them, at most a block is being collected. Rows are not split here: more than a block submitted at once
-    makes a block of that size. A wait that is interrupted loses nothing.
+    At most `buffer_bytes` of rows wait to be decided, or a single block if that is larger. In addition, at most one
+    block is being collected. Rows are not split here: a submission larger than a block becomes one block. An
+    interrupted wait loses nothing.
     """
 
     def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool) -> None:
@@ -43,10 +43,10 @@ class OrderServer:
         self.forget()
 
     def forget(self) -> None:
-        """A new epoch begins, or another state was loaded: what was collected does not count, nor do the signs of
-        blocks that are being decided. `drain` first if they still matter."""
+        """Start a new epoch, or continue from a loaded state: drop what was collected, and the signs of blocks that are
+        being decided. Call `drain` first if they still matter."""
         self._collected: list[Tensor] = []
-        self._collected_bytes = 0  # counted, since tiny models collect thousands of rows before they make a block
+        self._collected_bytes = 0  # kept as a running count: with tiny models a block takes thousands of rows
         self._first: int | None = None  # number of the first collected row
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
@@ -54,8 +54,8 @@ class OrderServer:
         self._handing_over = False
 
     def submit(self, first: int, rows: Tensor) -> None:
-        """Take rows first, first + 1, … of the epoch, [n, ...], which belong to the server from now on; hand over what
-        was collected if it makes a block: if as much again as came last would be too much."""
+        """Take rows first, first + 1, … of the epoch, [n, ...], which belong to the server from now on. Start deciding
+        once another submission of this size would exceed a block."""
         if self._next not in (None, first):
             raise CdgrabError(LOST)
         self._first = first if not self._collected else self._first
@@ -66,7 +66,7 @@ class OrderServer:
             self.flush()
 
     def flush(self) -> None:
-        """Hand over everything collected, without waiting for it."""
+        """Start deciding everything collected, without waiting for the result."""
         if self._handing_over:
             raise CdgrabError(LOST)
         if not self._collected:
@@ -74,7 +74,7 @@ class OrderServer:
         rows = self._collected[0] if len(self._collected) == 1 else torch.cat(self._collected)
         while self._running and sum(block.size for block in self._running) + rows.nbytes > self._buffer_bytes:
             self._wait_for_oldest()
-        self._handing_over = True  # if this is interrupted, nobody knows whether the rows were decided
+        self._handing_over = True  # stays true if interrupted: then it is unknown whether the rows were decided
         self._running.append(self._begin(self._first, rows))
         self._collected, self._collected_bytes = [], 0
         self._handing_over = False
@@ -88,7 +88,7 @@ class OrderServer:
         return (blocks[0].first, torch.cat([block.signs().cpu() for block in blocks])) if blocks else None
 
     def drain(self) -> None:
-        """Return when nothing is being decided. What went wrong there is told by `result`."""
+        """Return when nothing is being decided. Errors are raised by `result`."""
         for block in self._running:
             with contextlib.suppress(Exception):
                 block.wait()
@@ -119,7 +119,7 @@ class OrderServer:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows being decided: the first one's number, their bytes, how to wait for them, and their signs."""
+    """Rows that are being decided: the number of the first, their bytes, how to wait for them, and their signs."""
 
     first: int
     size: int
@@ -128,10 +128,10 @@ class _Block:
 
 
 def in_background(wanted: str | bool, on_gpu: bool) -> bool:
-    """auto: on a GPU; on a CPU when there is a core beside the one that trains."""
+    """auto: on a GPU always; on a CPU if there is a core besides the one that trains."""
     return on_gpu or _cores() > 1 if wanted == "auto" else bool(wanted)
 
 
 def _cores() -> int:
-    """That this process may use: a job on a shared machine is often tied to some of them."""
+    """The number of cores that this process may use: on a shared machine often only some of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,7 +30,7 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {
 
 
 def sparsifier_options(name: str) -> tuple[str, ...]:
-    """Option names that the sparsifier takes beyond workers, dim, density and group."""
+    """The names of the sparsifier's options beyond workers, dim, density and group."""
     return look_up("sparsifier", name, SPARSIFIERS).options
 
 
@@ -48,7 +48,7 @@ def make_sparsifier(
 
 
 def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGroup, **options) -> Sparsifier:
-    """For the gradient of these parameters, one worker per process. For deft, they are the layers."""
+    """A sparsifier for the gradient of these parameters, with one worker per process. For deft they are the layers."""
     sizes = [parameter.numel() for parameter in parameters]
     if "layers" in sparsifier_options(name):
         options.setdefault("layers", sizes)
@@ -56,10 +56,10 @@ def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGr
 
 
 class Hook(BucketHook):
-    """Averages the gradients of a DistributedDataParallel model by a sparsifier; see `ddp_hook`.
+    """Averages the gradients of a DistributedDataParallel model with a sparsifier; see `ddp_hook`.
 
-    A threshold and partitions make sense for the whole gradient only, so it is collected first. Residuals belong to
-    places in that vector: DDP's regrouping of buckets does not touch them.
+    Thresholds and partitions only make sense for the whole gradient, so it is collected first. Residuals belong to
+    coordinates of that vector, so DDP may regroup its buckets.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Sparsifier) -> None:
@@ -69,18 +69,18 @@ class Hook(BucketHook):
 
     @property
     def stats(self) -> Stats:
-        """Of the last backward pass that was not under `no_sync`."""
+        """Statistics of the last backward pass that was not under `no_sync`."""
         return self.sparsifier.stats
 
 
-def ddp_hook(model, name: str, *, density: float = 0.01, **options) -> Hook:
-    """Let a DistributedDataParallel `model` average its gradients by the sparsifier of this name.
+def ddp_hook(model: nn.Module, name: str, *, density: float = 0.01, **options) -> Hook:
+    """Let a DistributedDataParallel `model` average its gradients with the sparsifier of this name.
 
     Returns the hook, whose `stats`, `state_dict` and `load_state_dict` are those of its sparsifier. Residuals differ
     from rank to rank: every rank saves its own. For deft, the model's parameters are the layers.
 
-    A gradient that is not finite on some rank fails the backward pass on all with a NotFiniteError: `.grad` is NaN, the
-    residuals are as before, and training may go on after `zero_grad()`.
+    If a gradient is not finite on some rank, the backward pass fails on all ranks with a NotFiniteError: `.grad` is
+    NaN, the residuals are unchanged, and training may continue after `zero_grad()`.
     """
     if not callable(getattr(model, "register_comm_hook", None)):
         raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""A sparsifier in the place of the plain mean of the training loop, with its statistics by epoch."""
+"""A sparsifier in place of the training loop's plain mean, with statistics for each epoch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ LOGGED = ("density", "imbalance", "threshold", "bytes")
 
 
 class SparseAverager:
-    """Averages like `cdgrab.runtime.mean.Averager`, by a sparsifier, and keeps statistics for each epoch."""
+    """Averages like `cdgrab.runtime.mean.Averager`, but with a sparsifier, and keeps statistics for each epoch."""
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self._start()
 
     def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
-        """The update [dim] from the mean gradients of this process's workers [local workers, dim]. Nobody's shard is
-        left over on the way."""
+        """The update [dim] from the mean gradients of this process's workers [local workers, dim]. There is no shard:
+        the second value is always None."""
         update = self.sparsifier.reduce(worker_means)
         for name in LOGGED:
-            self._sums[name] += self.sparsifier.stats[name] or 0.0  # there may be no threshold
+            self._sums[name] += self.sparsifier.stats[name] or 0.0  # the threshold may be None
         self._steps += 1
         self._thresholds += self.sparsifier.stats.threshold is not None
         return update, None
 
     def epoch_means(self) -> dict[str, float]:
-        """Means since the last call, of all processes: some thresholds are those of a process's own workers.
+        """Means since the last call, over all processes, since some thresholds differ from process to process.
 
-        build_up is by how much more is sent than was asked for.
+        build_up: the actual density, divided by the wanted one.
         """
         means = torch.tensor([[self._sums[name] / max(1, self._steps) for name in LOGGED]], dtype=torch.float64)
         found = dict(zip(LOGGED, self.sparsifier.group.gather(means).mean(0).tolist(), strict=True))
@@ -40,12 +40,12 @@ class SparseAverager:
         return found | {"build_up": found["density"] / self.sparsifier.density}
 
     def running_sums(self) -> Tensor:
-        """What `epoch_means` will be made of, a row for each process, on every process."""
+        """The sums behind `epoch_means`, a row for each process, on every process."""
         row = [self._steps, self._thresholds, *self._sums.values()]
         return self.sparsifier.group.gather(torch.tensor([row], dtype=torch.float64))
 
     def load_running_sums(self, rows: Tensor) -> None:
-        """Of as many processes, or of others: then each goes on from their mean."""
+        """With another number of processes than before, each continues from the mean of the rows."""
         group = self.sparsifier.group
         steps, thresholds, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
         self._steps, self._thresholds, self._sums = round(steps), thresholds, dict(zip(LOGGED, sums, strict=True))

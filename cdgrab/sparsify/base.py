@@ -1,8 +1,8 @@
 """What a sparsifier is: the workers' gradients in, one averaged update with few non-zero coordinates out.
 
-Every worker adds its gradient to what it has not sent yet (error feedback), and selects coordinates. All workers
-contribute their values at every coordinate that anyone selected (the union), and forget what they sent. Checks,
-exchange, residuals and state live here; which coordinates a worker selects is up to the subclasses.
+Every worker adds its gradient to what it has not sent yet (error feedback), and selects coordinates. All workers send
+their values at every coordinate that anyone selected (the union), and set what they sent to zero. Checks, exchange,
+residuals and state live here; which coordinates a worker selects is up to the subclasses.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cdgrab.runtime.state import WorkerState
 
 
 def wanted(density: float, dim: int) -> int:
-    """Coordinates to send: density · dim rounded down, at least one. 0.29 · 100 is a little less than 29 in binary."""
-    return max(1, int(round(density * dim, 6)))
+    """Coordinates to send: density · dim rounded down, at least one."""
+    return max(1, int(round(density * dim, 6)))  # in binary, 0.29 · 100 is a little less than 29
 
 
 class Stats(dict):
     """Numbers of the last call, by key or as attributes.
 
-    density: of the update; counts: coordinates selected, per worker; threshold: None where there is none;
-    imbalance: workers · max(counts) / sum(counts) − 1, by which padding lengthens the exchange of indices (0 where
-    nobody selects);
-    bytes: what a worker sends, on average, if every worker is a process of its own and collectives are rings.
+    density: of the update; counts: coordinates selected, per worker; threshold: None if there is none;
+    imbalance: workers · max(counts) / sum(counts) − 1, the overhead of padding in the exchange of indices (0 if
+    nothing is selected);
+    bytes: what a worker sends, on average, if every worker is a separate process and collectives are rings.
     """
 
     def __getattr__(self, name: str) -> object:
@@ -40,9 +40,9 @@ class Stats(dict):
 class Sparsifier(WorkerState):
     """A subclass implements `select` and, if it adapts, `prepare` and `learn`.
 
-    Tensors, numbers and lists that it keeps in attributes are saved and restored by themselves; tensors with a row for
-    each worker are named in `per_worker`. Options of its own are named in `options` and kept under the same names. It
-    is used by name once it is registered: `SPARSIFIERS["mine"] = Mine`.
+    Tensors, numbers and lists that it keeps in attributes are saved and restored automatically; tensors with a row for
+    each worker are listed in `per_worker`. Its own options are listed in `options` and kept in attributes of the same
+    names. To use it by name, register it: `SPARSIFIERS["mine"] = Mine`.
     """
 
     kind = "sparsifier"
@@ -68,16 +68,16 @@ class Sparsifier(WorkerState):
         self.density, self.error_feedback = number("density", density, above=0, at_most=1), error_feedback
         self.target = wanted(density, dim)
         self.stats = Stats()
-        self.selected: list[Tensor] = []  # the coordinates of each worker, of all of them, in the last call
+        self.selected: list[Tensor] = []  # the coordinates that each of all workers selected in the last call
         self._index_type = torch.int32 if dim < 2**31 else torch.int64
         self._remember_settings()
         self.iteration = 0
-        self._residual = torch.empty(self.local_workers, 0)  # made when the first gradients come
+        self._residual = torch.empty(self.local_workers, 0)  # allocated when the first gradients arrive
 
     # -- the interface ------------------------------------------------------------------------------------------------
 
     def reduce(self, gradients: Tensor) -> Tensor:
-        """gradients [local workers, dim] -> their average over all workers at the union, 0 elsewhere: [dim].
+        """gradients [local workers, dim] -> the update [dim]: the average over all workers at the union, 0 elsewhere.
 
         All processes call this together. A refused call changes nothing, on any process.
         """
@@ -93,7 +93,7 @@ class Sparsifier(WorkerState):
             accumulated.index_fill_(1, union, 0)
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())
-        finite_bytes = self.workers - 1  # one from everybody else
+        finite_bytes = self.workers - 1  # for the check in `_checked`: one byte to every other worker
         self._record(counts, len(union), finite_bytes + extra_bytes + index_bytes + value_bytes)
         self.selected = selected
         self.learn(counts)
@@ -104,31 +104,31 @@ class Sparsifier(WorkerState):
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
         """accumulated [local workers, dim] -> the coordinates that each of them wants to send. Called between `prepare`
-        and `learn`, and changes no state: what is learnt from the selection belongs there."""
+        and `learn`. It must not change what is saved: adapt in `learn`."""
         raise NotImplementedError
 
     def prepare(self, accumulated: Tensor) -> int:
-        """Called before `select`, may ask the other workers. Returns the bytes a worker sent for it."""
+        """Called before `select`; may communicate. Returns the bytes that a worker sends for it."""
         return 0
 
     def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
-        """Each local worker's coordinates -> those of all workers, and the bytes a worker sent for it."""
+        """Each local worker's coordinates -> those of all workers, and the bytes that a worker sends for it."""
         everybody = self.group.gather_uneven([indices.to(self._index_type) for indices in mine])
         longest = max(len(indices) for indices in everybody)
         sent = 4 + longest * self._index_type.itemsize  # a count, then padded indices, to each of the others
         return [indices.long() for indices in everybody], (self.workers - 1) * sent
 
     def learn(self, counts: list[int]) -> None:
-        """Adapt to what was selected, the same on all processes; counts: of all workers."""
+        """Adapt to what was selected, in the same way on all processes. counts: of all workers."""
 
     def _threshold(self) -> float | None:
-        """The threshold of the last `select`; asked for before `learn`."""
+        """The threshold of the last `select`, read before `learn`."""
         return None
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def summed_bytes(self, size: int) -> int:
-        """Sent by a worker when all sum `size` bytes."""
+        """The bytes that a worker sends when all workers sum `size` bytes."""
         return 2 * (self.workers - 1) * size // self.workers
 
     def _record(self, counts: list[int], union: int, sent: int) -> None:
@@ -149,8 +149,8 @@ class Sparsifier(WorkerState):
         return taken.nonzero().squeeze(1)
 
     def _accumulate(self, gradients: Tensor) -> Tensor:
-        """Residuals plus gradients, which with error feedback is where the residuals are kept."""
-        dtype = torch.promote_types(gradients.dtype, torch.float32)  # 16 bits would lose what is fed back
+        """Residuals plus gradients. With error feedback this is the tensor of the residuals itself."""
+        dtype = torch.promote_types(gradients.dtype, torch.float32)  # in 16 bits small residuals would be lost
         if not self.error_feedback:
             return gradients.to(dtype)
         if not self._residual.numel():

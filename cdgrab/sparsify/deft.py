@@ -1,7 +1,8 @@
-"""DEFT (arXiv 2307.03500): layers are dealt out to the workers, and each selects the largest values of its layers only.
+"""DEFT (Yoon, Oh 2023, arXiv 2307.03500): layers are assigned to workers, and each selects the largest values of its
+own layers only.
 
-A layer's share of the coordinates follows its norm, and the layers are dealt out by what selecting in them costs. Both
-come from the norms that one worker sees; the workers take turns, so that all agree.
+A layer's share of the coordinates is proportional to its norm, and layers are assigned by the cost of selecting in
+them. So that all workers agree, both come from the norms that one worker sees; the workers take turns at that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cdgrab.sparsify.threshold import largest
 
 
 def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:
-    """Where layers begin and end, those longer than a worker's share of the vector split evenly."""
+    """Where layers start and end; layers longer than a worker's share of the vector are split evenly."""
     found, start, dim = [], 0, sum(layers)
     for size in layers:
         parts = -(-size * workers // dim)
@@ -32,13 +33,13 @@ def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:
 
 
 def allot(total: int, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """`total` coordinates in proportion to `weights`, no piece above its size, rounded by largest remainder."""
+    """`total` coordinates in proportion to `weights`, at most its size for each piece; by largest remainders."""
     shares = np.zeros(len(sizes))
     full = np.zeros(len(sizes), dtype=bool)
     while True:
         left = total - sizes[full].sum()
         open_weights = np.where(full, 0.0, weights)
-        if not open_weights.any():  # norms are zero: by size
+        if not open_weights.any():  # all norms are zero: use sizes
             open_weights = np.where(full, 0.0, sizes)
         shares = np.where(full, sizes, left * (open_weights / max(open_weights.sum(), np.finfo(float).tiny)))
         over = ~full & (shares >= sizes)
@@ -49,7 +50,7 @@ def allot(total: int, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def deal(costs: np.ndarray, workers: int) -> list[int]:
-    """An owner for every piece: the most expensive first, each to the worker with the least so far."""
+    """An owner for every piece: the most expensive first, each to the worker with the lowest cost so far."""
     owners, burden = [0] * len(costs), [0.0] * workers
     for piece in np.argsort(-costs, kind="stable").tolist():
         owners[piece] = min(range(workers), key=burden.__getitem__)
@@ -64,7 +65,7 @@ class DEFT(Sparsifier):
     saved = ("_residual",)
 
     def __init__(self, *, layers: Sequence[int] | None = None, **settings) -> None:
-        """layers: sizes of the parameter tensors, in their order in the vector; by default all is one layer."""
+        """layers: sizes of the parameter tensors, in their order in the vector; by default one layer."""
         super().__init__(**settings)
         self.layers = [count("a layer's size", size, 1) for size in ([self.dim] if layers is None else layers)]
         if sum(self.layers) != self.dim:
@@ -81,7 +82,7 @@ class DEFT(Sparsifier):
             row = accumulated[leader - self.group.local.start]
             norms = torch.stack([row[start:end].norm(dtype=torch.float64) for start, end in self.pieces])
         counts = allot(self.target, self.group.from_worker(leader, norms).cpu().numpy(), self._sizes)
-        costs = self._sizes * np.log2(np.maximum(counts, 2)) * (counts > 0)  # a piece is read at least once
+        costs = self._sizes * np.log2(np.maximum(counts, 2)) * (counts > 0)  # every piece is read at least once
         self._counts, self._owners = counts.tolist(), deal(costs, self.workers)
         return math.ceil((self.workers - 1) * 8 * len(self.pieces) / self.workers)
 

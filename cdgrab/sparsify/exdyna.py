@@ -1,7 +1,8 @@
-"""ExDyna (arXiv 2402.13781) and MiCRO: every worker selects in a partition of its own, by one threshold for all.
+"""ExDyna (Yoon, Oh 2024, arXiv 2402.13781) and MiCRO (Yoon, Oh 2023, arXiv 2310.00967): every worker selects in its own
+partition, with one threshold for all.
 
-A worker reads 1/workers of the vector only, workers never select the same coordinate, and the sizes of the partitions
-follow the loads. Partitions go round: worker w has partition (t + w) mod workers in iteration t.
+A worker reads only 1/workers of the vector, workers never select the same coordinate, and partitions are resized
+according to their loads. Partitions rotate: in iteration t worker w has partition (t + w) mod workers.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs,
 from cdgrab.sparsify.threshold import SMALLEST, largest, reaching
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
-COUNTED = 4096  # passing coordinates that are counted, about; of more, a sample does as well
-COUNT_AGAIN = 2.0  # a density off by this factor is corrected at once instead of step by step
+COUNTED = 4096  # about how many coordinates above the threshold are counted; if there are more, a sample is enough
+COUNT_AGAIN = 2.0  # if the density is off by this factor, the threshold is counted again instead of adapted in steps
 COUNT_APART = 8  # iterations between two such corrections
-MOST = 1.1  # times its fair share that a worker may send: with few coordinates each, chance alone gives more to some
-AIM_GAIN, MOST_AIM = 0.5, 2.0  # with which all make up for workers that hold back
-KEPT_LOAD = 0.8  # of the running mean of the blocks' loads, from one iteration to the next
+MOST = 1.1  # how many times its fair share a worker may send: with few coordinates, some get more by chance alone
+AIM_GAIN, MOST_AIM = 0.5, 2.0  # how fast, and how far, the aim is raised to compensate for workers held back by that
+KEPT_LOAD = 0.8  # weight of the past in the running mean of the blocks' loads
 
 
 def shuffled(indices: Tensor, seed: int) -> Tensor:
-    """In an order that any process would give them. Of equal magnitudes the first ones would be taken, all from one end
-    of the partition: it would soon have none left there, while the loads let it shrink to just that end."""
+    """The indices in random order, the same on every process. Otherwise ties would always be taken from one end of the
+    partition, which would run empty while rebalancing shrinks the partition to that end."""
     order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
     return indices[order.to(indices.device)]
 
@@ -37,17 +38,17 @@ def shuffled(indices: Tensor, seed: int) -> Tensor:
 class ExDyna(Sparsifier):
     """Options beyond those of every sparsifier:
 
-    threshold: how it follows the gradients.
-      counted: before selecting, all count what would pass at some values near the last threshold, and take the value
-        that lets the wanted number pass. Costs a sum of a few hundred bytes over the workers, and cannot oscillate.
-        Equal magnitudes pass together; only `rule: balanced` then holds the density.
+    threshold: how it adapts to the gradients.
+      counted: before selecting, all workers count how many coordinates reach each of some values near the last
+        threshold, and take the value that the wanted number reaches. Costs a sum of a few hundred bytes over the
+        workers, and cannot oscillate. Equal magnitudes pass together; then only `rule: balanced` holds the density.
       proportional: multiplied by (selected / wanted) ** 0.1 afterwards; counted at the start and when far off.
-        Residuals that reach the threshold together make it oscillate at low densities.
-      paper: starts from 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
-    rule: how partitions follow the loads.
-      balanced: cut where the blocks' recent loads say, and no worker sends more than 1.1 times its fair share.
-      paper, relative: neighbours exchange single blocks. static: never.
-    blocks: what partitions are made of.
+        At low densities it oscillates, because many residuals reach the threshold together.
+      paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
+    rule: how partitions adapt to the loads.
+      balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share.
+      paper, relative: neighbours exchange single blocks. static: they don't.
+    blocks: how many blocks the partitions are made of.
     """
 
     label = "ExDyna"
@@ -66,17 +67,17 @@ class ExDyna(Sparsifier):
         self._loads: list[float] = []  # running mean of what is selected in each block
         fair = self.target / self.workers
         self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
-        self._aim = 1.0  # times the target that has to reach the threshold so that the target is sent
+        self._aim = 1.0  # how many times the target must reach the threshold so that the target is sent
         self._value = thresholds.first_guess(self.target)
         self._counted_at = -1  # never
-        self._off = False  # the density, so much that counting is due
+        self._off = False  # whether the density is so far off that the threshold must be counted again
 
     def partitions(self) -> list[int]:
-        """Where they begin and end in the next iteration, [workers + 1]."""
+        """The edges of the partitions in the next iteration, [workers + 1]."""
         return partition_edges(self._edges, self._runs)
 
     def _own(self, accumulated: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """Each local worker's row, and where its partition begins and ends now."""
+        """Each local worker's row, and where its partition starts and ends."""
         edges = self.partitions()
         for worker, row in zip(self.worker_ids(), accumulated, strict=True):
             partition = (self.iteration + worker) % self.workers
@@ -86,7 +87,7 @@ class ExDyna(Sparsifier):
         found = []
         for row, start, end in self._own(accumulated):
             indices = start + reaching(row[start:end], self._value)
-            if self._most and len(indices) > self._most:  # the others wait for a later turn
+            if self._most and len(indices) > self._most:  # the rest waits for a later iteration
                 indices = shuffled(indices, self.iteration)
                 indices = indices[largest(row[indices], self._most)]
             if not len(indices) and end > start:
@@ -110,8 +111,8 @@ class ExDyna(Sparsifier):
         return self.threshold == "counted"
 
     def _counted(self, accumulated: Tensor) -> tuple[float, int]:
-        """The threshold that the wanted number of coordinates reaches now, and the bytes sent to find it."""
-        every = max(1, self.target // COUNTED) | 1  # odd, so that it does not keep time with the rows of a matrix
+        """The threshold that the wanted number of coordinates reaches, and the bytes sent to find it."""
+        every = max(1, self.target // COUNTED) | 1  # odd, so that sampling does not align with the rows of a matrix
         own = [row[start:end][self.iteration % every :: every] for row, start, end in self._own(accumulated)]
         sent = 0
 
@@ -144,7 +145,7 @@ class ExDyna(Sparsifier):
             self._runs = rebalance(self._runs, by_partition, self.rule)
 
     def _running_loads(self) -> list[float]:
-        """All know what was selected where: the indices have been exchanged."""
+        """Running means of what is selected in each block. All workers know them, since indices are exchanged."""
         chosen = torch.cat(self.selected)
         blocks = torch.bucketize(chosen, torch.tensor(self._edges[1:-1], device=chosen.device), right=True)
         now = torch.bincount(blocks, minlength=self.blocks).double().cpu()
@@ -155,7 +156,7 @@ class ExDyna(Sparsifier):
 
 
 class MiCRO(ExDyna):
-    """MiCRO (arXiv 2310.00967): ExDyna with equal partitions that never change."""
+    """MiCRO: ExDyna with equal partitions that never change."""
 
     label = "MiCRO"
     options = tuple(option for option in ExDyna.options if option not in ("rule", "blocks"))

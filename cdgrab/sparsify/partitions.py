@@ -1,5 +1,5 @@
-"""ExDyna's partitions (arXiv 2402.13781): runs of consecutive blocks of coordinates, one run per worker, resized block
-by block; and whole numbers by largest remainders, which dealing out needs everywhere."""
+"""ExDyna's partitions (Yoon, Oh 2024, arXiv 2402.13781): runs of consecutive blocks of coordinates, one run per worker,
+resized block by block. Also rounding by largest remainders, which every apportionment needs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import accumulate
 
 import numpy as np
 
-ALIGNMENT = 32  # coordinates: a block of a long vector starts on a memory boundary
+ALIGNMENT = 32  # coordinates: in long vectors, blocks start on a memory boundary
 TOLERANCE = 1.05  # loads closer than this count as equal
 RULES = ("balanced", "paper", "relative", "static")
 
 
 def block_edges(dim: int, blocks: int) -> list[int]:
-    """Where blocks begin and end, [blocks + 1]. Equal up to the alignment, which short vectors do without.
+    """The edges of the blocks, [blocks + 1]. Blocks are equal up to alignment; short vectors are not aligned.
 
-    The paper cuts blocks of equal length, which leaves up to half of a short vector to the last partition.
+    The paper makes all blocks equally long, which leaves up to half of a short vector to the last partition.
     """
     unit = ALIGNMENT if dim >= 2 * ALIGNMENT * blocks else 1
     return [block * dim // blocks // unit * unit for block in range(blocks)] + [dim]
@@ -28,7 +28,7 @@ def equal_runs(blocks: int, workers: int) -> list[int]:
 
 
 def partition_edges(edges: list[int], runs: list[int]) -> list[int]:
-    """Where partitions begin and end, [workers + 1], from the edges of blocks and the blocks per partition."""
+    """The edges of the partitions, [workers + 1], from the edges of the blocks and the blocks per partition."""
     return [edges[block] for block in accumulate(runs, initial=0)]
 
 
@@ -61,8 +61,8 @@ def rebalance(runs: list[int], loads: list[float], rule: str) -> list[int]:
 
 
 def balanced(loads: list[float], workers: int) -> list[int]:
-    """Blocks per partition that divide the blocks' loads evenly: every cut as near to its share of the total as blocks
-    allow. Comparing neighbours only, small tolerated differences add up from one end of the vector to the other."""
+    """Blocks per partition that divide the blocks' loads evenly: every cut is as near to its share of the total as the
+    blocks allow. If only neighbours were compared, small tolerated differences would add up along the vector."""
     blocks = len(loads)
     if blocks < workers or not sum(loads):
         return equal_runs(blocks, workers)
@@ -73,7 +73,7 @@ def balanced(loads: list[float], workers: int) -> list[int]:
         cut = bisect_left(before, share)
         if cut > 0 and share - before[cut - 1] < before[cut] - share:
             cut -= 1
-        cuts.append(min(max(cut, cuts[-1] + 1), blocks - workers + partition))  # a block for everybody
+        cuts.append(min(max(cut, cuts[-1] + 1), blocks - workers + partition))  # at least one block per partition
     return [end - start for start, end in zip(cuts, [*cuts[1:], blocks], strict=True)]
 
 

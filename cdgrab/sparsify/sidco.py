@@ -1,8 +1,8 @@
-"""SIDCo (arXiv 2101.10761): every worker fits an exponential distribution to its magnitudes, and takes its threshold
-from the fit.
+"""SIDCo (Abdelmoniem et al. 2021, arXiv 2101.10761): every worker fits an exponential distribution to its magnitudes,
+and takes its threshold from the fit.
 
-One fit to everything misses the tail, so it is refined in stages: each keeps a quarter and fits again what exceeds the
-threshold so far. The number of stages adapts every few iterations to the density that the worker reached.
+A single fit misses the tail, so it is refined in stages: each stage keeps a quarter and fits again what exceeds the
+threshold so far. Every few iterations the number of stages adapts to the density that the worker reached.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from cdgrab.sparsify.base import Sparsifier
 from cdgrab.sparsify.threshold import SMALLEST, reaching
 
-KEPT = 0.25  # by every stage but the last
+KEPT = 0.25  # the fraction that every stage but the last keeps
 EVERY = 5  # iterations between adaptations
-OFF = 0.2  # relative error of the density that asks for one
+OFF = 0.2  # relative error of the density above which the stages adapt
 
 
 def fitted_threshold(values: Tensor, density: float, stages: int) -> float:
@@ -39,11 +39,11 @@ class SIDCo(Sparsifier):
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        # as many stages as leave something for the last one to do
+        # more stages would leave nothing for the last one to do
         self.most_stages = max(1, math.ceil(math.log(self.density) / math.log(KEPT)))
         self._stages = torch.ones(self.local_workers, dtype=torch.long)
-        # Whether more stages raise or lower the density depends on the tail: a change for the worse turns this round.
-        self._direction = torch.ones(self.local_workers, dtype=torch.long)  # of stages when too little was selected
+        # Whether more stages raise or lower the density depends on the tail: a change for the worse reverses this.
+        self._direction = torch.ones(self.local_workers, dtype=torch.long)  # change of stages if too little is selected
         self._ratios = torch.zeros(self.local_workers, dtype=torch.float64)  # selected / target, summed
         self._last = torch.full((self.local_workers,), math.inf, dtype=torch.float64)  # error at the last adaptation
         self._thresholds: list[float] = []

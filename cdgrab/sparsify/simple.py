@@ -1,4 +1,4 @@
-"""The simple ones: dense, Top-k, CLT-k and a hard threshold. They adapt to nothing."""
+"""Simple sparsifiers that adapt to nothing: dense, Top-k, CLT-k and a hard threshold."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Dense(Sparsifier):
         return [torch.arange(self.dim, device=accumulated.device)] * self.local_workers
 
     def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
-        return mine[:1] * self.workers, 0  # nobody needs to be told
+        return mine[:1] * self.workers, 0  # everybody knows: nothing is sent
 
     def _union(self, selected: list[Tensor]) -> Tensor:
         return selected[0]
 
 
 class TopK(Sparsifier):
-    """Top-k (Aji, Heafield 2017): every worker its k largest. The union grows with the number of workers, which is
-    called gradient build-up."""
+    """Top-k (Aji, Heafield 2017, arXiv 1704.05021): every worker selects its k largest. The union grows with the number
+    of workers, which is called gradient build-up."""
 
     label = "Top-k"
 
@@ -40,8 +40,8 @@ class TopK(Sparsifier):
 
 
 class CyclicLocalTopK(Sparsifier):
-    """CLT-k (ScaleCom; Chen et al. 2020): the workers take turns to lead; the leader's k largest are everybody's
-    coordinates."""
+    """CLT-k (ScaleCom, Chen et al. 2020, arXiv 2104.11125): the workers take turns as leader; all send the coordinates
+    of the leader's k largest."""
 
     label = "CLT-k"
     exclusive = True  # only one selects
@@ -58,7 +58,7 @@ class CyclicLocalTopK(Sparsifier):
         ]
 
     def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
-        """The leader tells everybody."""
+        """The leader broadcasts its coordinates."""
         nothing = mine[0].new_empty(0)
         message = torch.empty(self.target, dtype=self._index_type, device=nothing.device)
         if self.leader in self.worker_ids():
@@ -69,7 +69,7 @@ class CyclicLocalTopK(Sparsifier):
 
 
 class HardThreshold(Sparsifier):
-    """Every worker sends whatever reaches one fixed value. How much that is depends on the gradients' scale."""
+    """Every worker sends whatever reaches a fixed value. How much that is depends on the gradients' scale."""
 
     label = "hard threshold"
     options = (*Sparsifier.options, "value")

@@ -1,7 +1,8 @@
-"""Thresholds: selecting by them, the rules by which they follow the gradients, and finding one by counting.
+"""Thresholds: selecting by them, rules that adapt them, and finding one by counting.
 
-Counting: all workers count how many magnitudes reach each of the same values, the counts are summed, and everybody
-draws the same conclusion from whole numbers.
+The paper's rule is that of ExDyna (Yoon, Oh 2024, arXiv 2402.13781); the other rules are our own. Counting: all workers
+count how many magnitudes reach each of the same values, and the counts are summed. They are whole numbers, so everybody
+draws the same conclusion.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 SMALLEST = 1.2e-38  # the smallest normal float32: a threshold below would let zeros pass
 LARGEST = 3e38  # of float32
-NEAR = 1.25  # the threshold is looked for within this factor of the last one, then anywhere
+NEAR = 1.25  # the threshold is searched for within this factor of the last one, then anywhere
 FINE, COARSE = 65, 1025  # how many values are tried near the last threshold, and anywhere
-MANY = 0.1  # of the wanted number: more than these between two values get a closer look, since they may be equal
-CLOSER = 2  # closer looks at most: then two values differ by little more than float32 can tell
+MANY = 0.1  # fraction of the wanted number; if more lie between two values, the search is refined: they may be equal
+CLOSER = 2  # refinements at most: after that, two values differ by little more than float32 resolves
 GAIN = 0.1  # of the proportional rule
 
 Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each of some ascending values
@@ -40,7 +41,7 @@ def first_guess(k: int) -> float:
 
 
 def paper_rule(threshold: float, ratio: float) -> float:
-    """ExDyna (arXiv 2402.13781), online threshold scaling; ratio: selected / wanted in the last iteration."""
+    """The online threshold scaling of ExDyna; ratio: selected / wanted in the last iteration."""
     if ratio > 1.1:
         return threshold * 1.005
     if ratio <= 1 / 1.1:
@@ -53,12 +54,12 @@ def proportional_rule(threshold: float, ratio: float) -> float:
 
 
 def grid(low: float, high: float, size: int) -> list[float]:
-    """`size` values from low to high, each larger than the one before by the same factor."""
+    """`size` values from low to high in geometric progression."""
     return [low * (high / low) ** (step / (size - 1)) for step in range(size)]
 
 
 def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
-    """How many magnitudes reach each of the ascending `values`, all vectors together: whole numbers [values]."""
+    """How many magnitudes of all vectors together reach each of the ascending `values`: whole numbers [values]."""
     edges = torch.tensor(values, dtype=vectors[0].dtype, device=vectors[0].device)
     counts = torch.zeros(len(values) + 1, dtype=torch.long, device=edges.device)
     for vector in vectors:
@@ -69,9 +70,9 @@ def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
 
 
 def counted_threshold(count: Counter, wanted: float, last: float | None) -> float:
-    """The value that `wanted` magnitudes reach, SMALLEST if there are not so many above zero.
+    """The value that `wanted` magnitudes reach; SMALLEST if fewer are above zero.
 
-    Equal magnitudes pass together: where one value takes the number from too few to too many, it is too many.
+    Equal magnitudes pass together: if the choice is between too few and too many, it is too many.
 
     count: how many reach each of some ascending values; last: a threshold that may be near.
     """
@@ -90,7 +91,7 @@ def counted_threshold(count: Counter, wanted: float, last: float | None) -> floa
 
 
 def _between(count: Counter, values: list[float], counts: list[int], wanted: float, closer: int = CLOSER) -> float:
-    """As if magnitudes were spread evenly from each value to the next, unless many lie between the same two."""
+    """Interpolates as if magnitudes were spread evenly between two values, unless very many lie between them."""
     for (low, high), (reach_low, reach_high) in zip(pairwise(values), pairwise(counts), strict=True):
         if reach_low >= wanted > reach_high:
             if reach_low - reach_high <= max(1, MANY * wanted):

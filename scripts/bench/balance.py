@@ -112,8 +112,9 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
 def launches(
     gpu: ModuleType, call: Callable[[], object], positions: int, repeats: int
 ) -> dict[str, float | list[float]]:
-    """Microseconds per position of the launches that multiply rows with each other, and of those that walk."""
-    launch, found = gpu._launch, {"gram_us": [], "walk_us": []}
+    """Microseconds per position of the launches that multiply rows with each other, and of those that decide signs."""
+    launch, kernels = gpu._launch, {"gram_us": "_gram_kernel", "walk_us": "_decide_kernel"}
+    found = {key: [] for key in kernels}
     for _ in range(repeats):
         marks = []
 
@@ -128,7 +129,7 @@ def launches(
             call()
         torch.cuda.synchronize()
         for key, values in found.items():
-            milliseconds = [a.elapsed_time(b) for name, (a, b) in marks if name == f"_{key.removesuffix('us')}kernel"]
+            milliseconds = [a.elapsed_time(b) for name, (a, b) in marks if name == kernels[key]]
             values.append(1e3 * sum(milliseconds) / positions)
     return {key: value for name, values in found.items() for key, value in summary(name, values).items()}
 

@@ -1,7 +1,7 @@
 """Fast versions of the loops in `rules`, chosen by device and by what is installed; each is tested equal to them.
 
-numba (`cpu`, `divided`) and Triton (`gpu`) are optional, and imported when they are first needed: numba alone takes as
-long to import as the rest of the library.
+numba (`cpu`, `divided`) and Triton (`gpu`) are optional, and are imported when they are first needed: importing numba
+alone takes as long as importing the rest of the library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cdgrab.balance.kernels import gram
 
 
 def optional(name: str) -> ModuleType | None:
-    """A module of this package, or None where what it needs is not installed."""
+    """A module of this package, or None if what it needs is not installed."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ImportError:
@@ -29,15 +29,15 @@ def optional(name: str) -> ModuleType | None:
 
 @cache
 def for_device(device: torch.device) -> ModuleType:
-    """The module whose `balance`, `balance_centred` and `balance_kh` are the fastest there."""
+    """The module whose `balance`, `balance_centred` and `balance_kh` are the fastest on this device."""
     if device.type == "cpu":
         if found := optional("cpu"):
             return found
-        _warn("numba is not installed: signs are decided by plain loops, some hundred times slower")
+        _warn("numba is not installed: signs are decided by plain loops, about a hundred times slower")
         return rules
     if found := optional("gpu"):
         return found
-    _warn("Triton is not installed: signs on a GPU take some operations per block of rows, and a wait")
+    _warn("Triton is not installed: signs on a GPU are decided by slower block operations, which wait for the host")
     return gram
 
 
@@ -47,7 +47,7 @@ def _for_shards(on_gpu: bool) -> Callable[..., Tensor]:
         return gram.balance
     if found := optional("divided"):
         return found.balance_divided
-    _warn("numba is not installed: signs are decided by operations on blocks of rows, which is slower")
+    _warn("numba is not installed: signs are decided by slower operations on blocks of rows")
     return gram.balance
 
 
@@ -61,8 +61,8 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
 
 
 def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Like `balance` with one running sum, for rows [positions, workers, width] and running [1, width] of which other
-    processes hold the other coordinates; `total` adds up a tensor over them."""
+    """Like `balance` with one running sum, where each process holds only some coordinates: rows [positions, workers,
+    width], running [1, width]. `total` sums a tensor over all processes."""
     return _for_shards(rows.is_cuda)(rows, running, limits, total)
 
 

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from cdgrab.balance.rules import ROUNDING, kh_threshold
 
-LONG = 512  # coordinates from which on four rows at a time are faster
-CHUNK = 2**13  # coordinates that one thread takes at a time
+LONG = 512  # coordinates; for longer rows, four rows at a time are faster
+CHUNK = 2**13  # coordinates that one thread processes at a time
 
 
 def can_keep_code() -> bool:
-    """Whether numba finds a place for compiled code: NUMBA_CACHE_DIR, this folder, or one in the home folder."""
+    """Whether numba can cache compiled code: in NUMBA_CACHE_DIR, this folder, or the home folder."""
     try:
         njit(cache=True)(lambda: None)
         return True
-    except RuntimeError:  # a read-only installation for a user without a home: every process then compiles by itself
+    except RuntimeError:  # a read-only installation, and a user without a home: then every process compiles for itself
         return False
 
 
 _keep = can_keep_code()
-# Reassociation lets the inner products use vector units. It changes their last bits, in the same way for the same
-# memory layout: rows are always made contiguous first, since numba compiles each layout on its own.
+# Reassociation lets inner products use vector units. It changes their last bits, always in the same way for the same
+# memory layout. numba compiles each layout separately, so rows are made contiguous first.
 fast = njit(cache=_keep, nogil=True, fastmath={"reassoc", "contract"})
 
 
@@ -66,14 +66,14 @@ def _balance(rows, running, limits, signs):
 
 @fast
 def add_four(r, v0, v1, v2, v3, s0, s1, s2, s3):
-    """One after the other, as the plain loop does: rows that cancel then leave exactly zero."""
+    """One after the other, as in the plain loop, so that rows that cancel leave exactly zero."""
     for i in range(r.size):
         r[i] = (((r[i] + s0 * v0[i]) + s1 * v1[i]) + s2 * v2[i]) + s3 * v3[i]
 
 
 @fast
 def _add_and_multiply(r, v0, v1, v2, v3, s0, s1, s2, s3, w0, w1, w2, w3):
-    """Add four signed rows v to r; then the inner products of r with four rows w, and of these with each other."""
+    """Add four signed rows v to r; return the inner products of r with four rows w, and of those with each other."""
     r0 = r1 = r2 = r3 = g01 = g02 = g03 = g12 = g13 = g23 = 0.0
     for i in range(r.size):
         x = (((r[i] + s0 * v0[i]) + s1 * v1[i]) + s2 * v2[i]) + s3 * v3[i]
@@ -94,7 +94,7 @@ def _add_and_multiply(r, v0, v1, v2, v3, s0, s1, s2, s3, w0, w1, w2, w3):
 
 @fast
 def _pass_over_chunk(r, old, old_signs, new, start, end, products):
-    """Add four signed rows to r and take the products of the next four; at the end (no products) only add."""
+    """Add four signed rows to r and compute the products of the next four. In the last call (no products) only add."""
     part = r[start:end]
     v0, v1, v2, v3 = old[0][start:end], old[1][start:end], old[2][start:end], old[3][start:end]
     s0, s1, s2, s3 = old_signs[0], old_signs[1], old_signs[2], old_signs[3]
@@ -123,7 +123,7 @@ def _pass_by_threads(r, old, old_signs, new, products):
 
 @fast
 def _decide_four(products, limits, signs):
-    """Sums over chunks in a fixed order, then the signs: each takes the earlier ones of the four into account."""
+    """Sum over chunks in a fixed order, then decide the signs: each depends on the earlier ones of the four."""
     p = np.zeros(10)
     for chunk in range(len(products)):
         for i in range(10):
@@ -136,7 +136,7 @@ def _decide_four(products, limits, signs):
 
 @fast
 def _one_pass(r, old, old_signs, new, products, threads):
-    """threads: None or True; numba compiles only what is chosen by a None."""
+    """threads: None or True. With a None numba compiles only the branch that is taken."""
     if threads is None:
         _pass(r, old, old_signs, new, products)
     else:
@@ -145,14 +145,14 @@ def _one_pass(r, old, old_signs, new, products, threads):
 
 @fast
 def _balance_by_fours(rows, r, limits, signs, threads):
-    """Groups of four never reach across positions: how an epoch is split into calls then changes no rounding."""
+    """Groups of four never span two positions, so that rounding does not depend on how an epoch is split into calls."""
     positions, workers = rows.shape[:2]
     products = np.empty(((r.size + CHUNK - 1) // CHUNK, 10))
     old_signs, new_signs, new_limits = np.zeros(4), np.zeros(4), np.zeros(4)
     old = (rows[0, 0], rows[0, 0], rows[0, 0], rows[0, 0])  # nothing to add yet: signs of zero
     for k in range(positions):
         for w in range(0, workers, 4):
-            last = workers - 1  # short of four, the last row stands in, without effect
+            last = workers - 1  # a group of fewer than four is filled up with its last row, which has no effect
             w1, w2, w3 = min(w + 1, last), min(w + 2, last), min(w + 3, last)
             new = (rows[k, w], rows[k, w1], rows[k, w2], rows[k, w3])
             _one_pass(r, old, old_signs, new, products, threads)
@@ -196,11 +196,12 @@ def _balance_kh(rows, running, q, penalties, uniforms, signs):
 
 
 @fast
-def walk(gram, inner, limits, signs):
-    """Signs of rows from their products with each other (right of the diagonal, and on it) and, overwritten, with r.
+def decide(gram, inner, limits, signs):
+    """Signs of rows from their products with each other (`gram`, read on and right of the diagonal) and with r
+    (`inner`, overwritten).
 
-    A row goes + whose inner product is at or below its limit at its turn, but for rounding: that of the terms it is the
-    sum of, and that of r, in which rows as long as any of these may have cancelled.
+    A row gets +1 if its inner product, when its turn comes, does not exceed its limit by more than rounding error: that
+    of the terms of the inner product, and that of r, in which rows as long as any of these may have cancelled.
     """
     count = len(limits)
     sizes, longest = np.abs(inner), 0.0
@@ -218,7 +219,7 @@ def walk(gram, inner, limits, signs):
 @fast
 def _recursion(gram, inner, limits, signs):
     for b in range(len(inner)):
-        walk(gram[b], inner[b], limits[b], signs[b])
+        decide(gram[b], inner[b], limits[b], signs[b])
 
 
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Balancing on a CPU where each process holds some coordinates of all rows: inner products, their total, then signs.
 
-What `gram` does, with numba: rows in float32 are multiplied in float64 without a copy, and without leaving the cache.
+Does what `gram` does, with numba: float32 rows are multiplied in float64 without a copy and without leaving the cache.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.balance.kernels.cpu import add_four, fast, walk
+from cdgrab.balance.kernels.cpu import add_four, decide, fast
 
-ROWS_AT_ONCE = 64  # with more, the products cost more than the exchanges that they save
-CHUNK = 2**11  # coordinates of five rows that fit into the fastest cache
+ROWS_AT_ONCE = 64  # more rows would cost more in products than they save in exchanges
+CHUNK = 2**11  # coordinates: so many of five rows fit into the fastest cache
 
 
 @fast
@@ -34,7 +34,7 @@ def _multiply(v, w0, w1, w2, w3, products):
 
 @fast
 def _four(rows, first, start, end):
-    """Some coordinates of four rows; short of four, the last row stands in."""
+    """Some coordinates of four rows; fewer than four are filled up with the last row."""
     last = len(rows) - 1
     w1, w2, w3 = min(first + 1, last), min(first + 2, last), min(first + 3, last)
     return rows[first, start:end], rows[w1, start:end], rows[w2, start:end], rows[w3, start:end]
@@ -42,8 +42,8 @@ def _four(rows, first, start, end):
 
 @fast
 def _multiply_all(rows, r, products):
-    """Of every row with those after it, and in the last line of r with all: products [rows + 1, rows or up to 3 more].
-    What lies left of the diagonal and in columns beyond the rows is of no use."""
+    """Inner products of each row with the later rows; the last line holds those of r with all rows. products [rows + 1,
+    rows or up to 3 more]; entries left of the diagonal and in the extra columns are meaningless."""
     for start in range(0, r.size, CHUNK):
         end = min(start + CHUNK, r.size)
         for first in range(0, len(rows), 4):
@@ -56,7 +56,7 @@ def _multiply_all(rows, r, products):
 @fast
 def _decide_and_add(rows, r, limits, products, signs):
     s = np.zeros(len(products[-1]))
-    walk(products, products[-1], limits, s)
+    decide(products, products[-1], limits, s)
     for j in range(len(rows)):
         signs[j] = np.int8(s[j])
     for start in range(0, r.size, CHUNK):

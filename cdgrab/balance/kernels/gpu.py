@@ -1,11 +1,12 @@
 """The loop of `rules.balance` on a GPU, as two Triton kernels. Rows may be float32; all arithmetic is float64.
 
-Rows are decided in blocks (D) of 16, or of 32 where the vectors are short enough to stay in registers. With G = D·Dᵀ
-and c = D·r, row j's inner product with the running sum r at its turn is c_j + Σ_{i<j} s_i G_ij, and then
-r += Σ s_j D_j. The matrices G depend on no sign: one launch computes those of many blocks. A second one walks through
-the blocks, each program with coordinates of its own: it adds the signed rows of the last block to its part of r,
-multiplies that with the rows of the next, and waits for the others; then each of them adds up all their products and
-decides the block's signs for itself. Nothing is added in an order that depends on timing: same inputs, same signs.
+Rows are decided in blocks (D) of 16, or of 32 if the vectors are short enough to stay in registers. With G = D·Dᵀ and
+c = D·r, the inner product of row j with the running sum r, when its turn comes, is c_j + Σ_{i<j} s_i G_ij; then
+r += Σ s_j D_j. The matrices G do not depend on signs: one launch computes those of many blocks. A second launch goes
+through the blocks. Each program has its own coordinates: it adds the signed rows of the last block to its part of r,
+multiplies that with the rows of the next block, and waits for the other programs. Then every program sums the products
+of all programs and decides the block's signs for itself. No order of additions depends on timing: same inputs, same
+signs.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from cdgrab.balance.kernels import gram
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. `rows` at a time, 16 or 32; `columns` coordinates."""
+    """How the work is divided into tiles of `rows` rows (16 or 32) and `columns` coordinates."""
 
     rows: int = 16
     gram_columns: int = 32
     gram_warps: int = 1
     gram_programs: int = 2048  # enough to fill a GPU several times
     columns: int = 256
-    vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must begin at multiples of it
+    vector: int = 1  # neighbouring coordinates that a thread loads at once; rows must start at multiples of it
     warps: int = 4
-    stages: int = 3  # tiles that are on their way from memory at the same time
-    programs: int = 256  # at most; they wait for each other, so all of them must find a place on the GPU
+    stages: int = 3  # tiles being loaded from memory at the same time
+    programs: int = 256  # at most; they wait for each other, so all of them must fit on the GPU at once
 
 
-MOST_BLOCKS = 512  # whose matrices are held at once
+MOST_BLOCKS = 512  # blocks whose matrices are in memory at once
 ROUNDING = tl.constexpr(plain.ROUNDING)
-COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # no kernels for special values
+COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # do not specialise kernels on these values
 COUNTS += ["first", "blocks", "begin", "end", "tiles"]
-_compiled: dict[tuple, object] = {}  # by what they are compiled for; none by the interpreter
+_compiled: dict[tuple, object] = {}  # kernels by kind of arguments; the interpreter compiles none
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -71,7 +72,7 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     shape = shape or _shape_for(rows, sums, count)
     blocks = -(-count // shape.rows)
     tiles, programs = _cut(dim, shape.columns, shape.programs)
-    together = rows.is_cuda or programs == 1  # the interpreter runs one program after the other: a launch per step
+    together = rows.is_cuda or programs == 1  # the interpreter runs programs one by one, so it needs a launch per step
     strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
     where = (rows, *strides, group, count, dim // shape.vector)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "VECTOR": shape.vector, "STAGES": shape.stages}
@@ -85,7 +86,7 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
             arguments = (*where, running, lenient, signs, matrices, products, arrived, first, some, begin, end, tiles)
-            _launch(_walk_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
+            _launch(_decide_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
@@ -100,8 +101,8 @@ def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Ten
 
 
 def _lenient(limits: Tensor, matrices: Tensor) -> Tensor:
-    """Limits of full blocks [sums, rows], higher by what rounding may leave of a row's product with r, in which rows as
-    long as any of its block may have cancelled."""
+    """Limits of full blocks [sums, rows], raised by the rounding error of a row's product with r, in which rows as long
+    as any of its block may have cancelled."""
     lengths = matrices.diagonal(dim1=2, dim2=3).sqrt()
     lenient = (lengths * (lengths.amax(2, keepdim=True) * plain.ROUNDING)).flatten(1)
     lenient[:, : limits.shape[1]] += limits[:, : lenient.shape[1]]
@@ -109,8 +110,8 @@ def _lenient(limits: Tensor, matrices: Tensor) -> Tensor:
 
 
 def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
-    """What Triton finds out at each launch takes it longer than many a launch runs: it is asked once per kind of
-    arguments. A kernel may rely on what is told of them here."""
+    """Triton's launch analysis often takes longer than the kernel, so its result is cached per kind of arguments. The
+    kind must therefore include everything about the arguments that a compiled kernel relies on."""
     kind = [a < 2**31 if type(a) is int else (a.dtype, a.data_ptr() % 16) for a in arguments]
     key = (kernel.__name__, arguments[0].device, *kind, *sizes.values(), warps, together)
     compiled = _compiled.get(key)
@@ -122,8 +123,8 @@ def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, toge
 
 
 def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
-    """How many tiles of `columns` a program gets, and how many programs at most `programs` then are needed."""
-    tiles = -(-dim // (columns * programs))  # not by Triton's functions: they take as long as a launch
+    """How many tiles of `columns` each program gets, and how many programs (at most `programs`) that takes."""
+    tiles = -(-dim // (columns * programs))  # plain arithmetic: Triton's cdiv takes as long as a launch
     return tiles, -(-dim // (tiles * columns))
 
 
@@ -141,7 +142,7 @@ def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
 
 @cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """Its processors, each with the registers of two programs, and the shared memory that a program may have."""
+    """The number of processors (each has registers for two programs), and the shared memory available to a program."""
     if device.type != "cuda":
         return 2, 2**16
     gpu = torch.cuda.get_device_properties(device)
@@ -149,14 +150,14 @@ def _machine(device: torch.device) -> tuple[int, int]:
 
 
 def _vector(rows: Tensor) -> int:
-    """How many coordinates, up to 16 bytes of them, can be loaded at once wherever rows begin and end."""
+    """How many coordinates (up to 16 bytes) can be loaded at once, given where rows start and end."""
     places = (*rows.stride()[:2], rows.shape[2], rows.data_ptr() // rows.element_size())
     return math.gcd(16 // rows.element_size(), *places)
 
 
 @triton.jit
 def _places(block, ROWS: tl.constexpr, VECTOR: tl.constexpr, position_stride, worker_stride, group, count):
-    """Where the rows of a block begin, relative to those of the first sum, and which of them exist."""
+    """Where the rows of a block start, relative to those of the first sum, and which of them exist."""
     index = block * ROWS + tl.arange(0, ROWS)
     places = (index // group).to(tl.int64) * position_stride + (index % group).to(tl.int64) * worker_stride
     return places * VECTOR, (index >= 0) & (index < count)
@@ -190,17 +191,17 @@ def _gram_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _walk_kernel(
+def _decide_kernel(
     rows, position_stride, worker_stride, group, count, vectors,
     running, limits, signs, gram, products, arrived, first, blocks, begin, end, tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
     PROGRAMS: tl.constexpr, STAY: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Steps `begin` to `end` of the walk through `blocks` blocks of rows, `first` being the first of them.
+    """Steps `begin` to `end` through `blocks` blocks of rows, the first of which is number `first`.
 
-    Step k decides block k − 1, adds its signed rows to the running sum, and multiplies that with the rows of block k:
-    products [2, sums, programs, ROWS], those of odd blocks apart from those of even ones. arrived [sums] counts the
-    programs that have come through a step. A program that has but one tile keeps it (STAY).
+    Step k decides block k − 1, adds its signed rows to the running sum, and multiplies that with the rows of block k.
+    products [2, sums, programs, ROWS]: those of even and of odd blocks. arrived [sums] counts how many times programs
+    have finished a step. A program with a single tile keeps it in registers (STAY).
     """
     program, which, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     sums, dim = tl.num_programs(1), vectors * VECTOR
@@ -220,7 +221,7 @@ def _walk_kernel(
         new_exist = new_exist & (step < blocks)
         if STAY:
             old = new
-            new = _tile(mine, new_places, new_exist, column, dim)  # on its way while others are waited for
+            new = _tile(mine, new_places, new_exist, column, dim)  # prefetched while waiting for the other programs
         if WAIT and step > begin:
             while tl.atomic_add(arrived + which, 0, sem="acquire") < step * programs:
                 pass
@@ -243,7 +244,7 @@ def _walk_kernel(
         else:
             inner = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float64)
             for tile in tl.range(tiles, num_stages=STAGES):
-                # there and back again: what was read last is the likeliest to be in the cache still
+                # alternating directions: what was read last is most likely still in the cache
                 here = column + tl.where(step % 2 == 0, tile, tiles - 1 - tile) * COLUMNS
                 old = _tile(mine, old_places, old_exist, here, dim)
                 new = _tile(mine, new_places, new_exist, here, dim)
@@ -252,7 +253,7 @@ def _walk_kernel(
                 tl.store(my_running + here, r, mask=here < dim)
                 inner += _by_thread(new, r, VECTOR)
         tl.store(products + ((step % 2 * sums + which) * programs + program) * ROWS + lane, _by_row(inner))
-        tl.debug_barrier()  # all of this program's stores come before its arrival
+        tl.debug_barrier()  # this program's stores must be complete before it counts as arrived
         if WAIT:
             tl.atomic_add(arrived + which, 1, sem="release")
     if STAY:
@@ -261,15 +262,15 @@ def _walk_kernel(
 
 @triton.jit
 def _by_thread(rows, r, VECTOR: tl.constexpr):
-    """Inner products over the few coordinates that one thread holds: sums across threads take longer, and come last."""
+    """Inner products over the few coordinates that one thread holds. Sums across threads take longer and come last."""
     products = rows.to(tl.float64) * r[None, :]
     return tl.sum(tl.reshape(products, (rows.shape[0], rows.shape[1] // VECTOR, VECTOR)), axis=2)
 
 
 @triton.jit
 def _by_row(inner):
-    """The sum of each of 16 or 32 rows over all threads. Lanes of a warp hand each other half of their rows, then half
-    of those left, …: a fourth of the messages that each row by itself would take."""
+    """The sum of each of 16 or 32 rows over all threads. The lanes of a warp exchange half of their rows, then half of
+    the rest, and so on: a quarter of the messages that summing row by row would take."""
     LANES: tl.constexpr = min(32, inner.shape[1])
     sums = tl.reshape(inner, (inner.shape[0], inner.shape[1] // LANES, LANES))
     if inner.shape[0] == 32:
@@ -280,7 +281,7 @@ def _by_row(inner):
 
 @triton.jit
 def _halved(rows):
-    """Rows [n, warps, lanes] -> [n / 2, warps, lanes]: lanes whose number has the bit n / 2 take on the second half."""
+    """Rows [n, warps, lanes] -> [n / 2, warps, lanes]: lanes whose number has the bit n / 2 take the second half."""
     HALF: tl.constexpr = rows.shape[0] // 2
     first, second = tl.split(tl.permute(tl.reshape(rows, (2, HALF, rows.shape[1], rows.shape[2])), (1, 2, 3, 0)))
     lane = tl.arange(0, rows.shape[2])[None, None, :]
@@ -291,10 +292,11 @@ def _halved(rows):
 
 @triton.jit
 def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
-    """Signs of a block: a row goes + whose inner product is at or below its limit at its turn, but for rounding.
+    """Signs of a block. A row gets +1 if its inner product, when its turn comes, does not exceed its limit by more than
+    rounding error.
 
-    `gram` points to `matrix`, whose rows are loaded again one by one: from the nearest cache now, so that none of the
-    rows, which follow from each other, waits for the memory.
+    `gram` points to `matrix`, whose rows are loaded again one by one. By now they are in the nearest cache, so that no
+    step of this sequential loop waits for memory.
     """
     lane = tl.arange(0, ROWS)
     sizes = tl.abs(inner) + tl.sum(tl.where(lane[:, None] < lane[None, :], tl.abs(matrix), 0.0), axis=0)
@@ -302,8 +304,8 @@ def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
     signs = tl.zeros((ROWS,), tl.float32)
     for j in tl.static_range(ROWS):
         row = tl.load(gram + j * ROWS + lane)
-        # one lane's number for all lanes: a shuffle inside a warp, while a sum would take several
+        # broadcasts one lane's number to all lanes: one shuffle inside a warp, where a sum would take several
         plus = tl.gather(excess, tl.full((ROWS,), j, tl.int32), 0) <= 0.0
-        excess = tl.where(plus, excess + row, excess - row)  # both are ready when the sign is
+        excess = tl.where(plus, excess + row, excess - row)  # both are computed before the sign is known
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs

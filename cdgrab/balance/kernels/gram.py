@@ -1,8 +1,8 @@
-"""The loops of `rules` as a few large operations per block: where coordinates are divided, or Triton is missing.
+"""The loops of `rules` as a few large operations per block: for divided coordinates, and where Triton is missing.
 
-For rows D and a running sum r, with G = D·Dᵀ and c = D·r, row j's inner product with the running sum at its turn is
-c_j + Σ_{i<j} s_i G_ij: the signs follow from a recursion over numbers, and then r += Σ s_j D_j. Rows are float64, so
-the signs are those of the plain loop but for exact inner products within rounding of the limit, which count as ties.
+For rows D and a running sum r, with G = D·Dᵀ and c = D·r, the inner product of row j with the running sum, when its
+turn comes, is c_j + Σ_{i<j} s_i G_ij. So the signs follow from a recursion over numbers, and then r += Σ s_j D_j. Rows
+are float64, so the signs equal those of the plain loop; inner products within rounding error of the limit are ties.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}  # larger Gram matrices cost more than t
 def balance(
     rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor] = lambda products: products
 ) -> Tensor:
-    """See `cdgrab.balance.rules.balance`. `total` adds up inner products where others hold more coordinates."""
+    """See `cdgrab.balance.rules.balance`. `total` sums inner products over processes that hold other coordinates."""
     pairs, workers, dim = rows.shape
     if len(running) == 1:  # one sum for all workers: their rows follow each other
         flat = rows.reshape(1, pairs * workers, dim)
@@ -33,7 +33,7 @@ def balance(
 def balance_centred(
     gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor, by: Balance = balance
 ) -> Tensor:
-    """See `cdgrab.balance.rules.balance_centred`; the signs are left to `by`."""
+    """See `cdgrab.balance.rules.balance_centred`; `by` decides the signs."""
     gradients = gradients.to(running.dtype)
     fresh_sum += gradients.sum(0)
     return by(gradients - stale_mean, running, limits)
@@ -42,7 +42,8 @@ def balance_centred(
 def balance_kh(
     rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor, by: Balance = balance
 ) -> Tensor:
-    """See `cdgrab.balance.rules.balance_kh`. Its thresholds depend on lengths only, not on signs: they come first."""
+    """See `cdgrab.balance.rules.balance_kh`. Thresholds depend on the rows' lengths but not on signs, so they come
+    first."""
     squared_norms, rule, q_now = rows.to(running.dtype).square().sum(-1).tolist(), penalties.tolist(), q.tolist()
     thresholds = [[0.0] * len(q_now) for _ in squared_norms]
     for k, norms in enumerate(squared_norms):
