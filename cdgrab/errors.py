@@ -13,8 +13,16 @@ def file_error(error: OSError) -> str:
     return f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})"
 
 
+def first_line(error: object) -> str:
+    """What an error of another library says, short enough for one sentence of ours."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class CdgrabError(ValueError):
     """Bad input, bad data or a run that cannot continue; the message is one sentence for the user."""
+
+    status = 2  # exit status of a command that ends with it
 
 
 class NotFiniteError(CdgrabError):
@@ -24,9 +32,13 @@ class NotFiniteError(CdgrabError):
 class DivergedError(CdgrabError):
     """The loss or the parameters stopped being finite."""
 
+    status = 3
+
 
 class MissingError(CdgrabError):
     """Another process of the run has died or hangs."""
+
+    status = 4
 
 
 class CollectiveError(RuntimeError):

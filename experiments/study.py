@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from cdgrab.checks import count
-from cdgrab.errors import CdgrabError, file_error
+from experiments.early import exit_status
 from experiments.report.notebook import execute
 from experiments.store.files import RESULTS, ROOT
 from experiments.studies.base import Part, Study, carry_out, compose_study
@@ -27,7 +27,6 @@ from experiments.studies.collection import summary, write_collection
 from experiments.training.config import choices, compose_config
 from experiments.training.memory import keep_freed_memory
 
-REFUSED, INTERRUPTED = 2, 130
 MOST_JOBS = 8
 
 
@@ -37,17 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nstudies: {', '.join(choices('study'))}")
         return 0
-    try:
-        run(arguments)
-        return 0
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {file_error(error)}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on with what is missing", file=sys.stderr)
-        return INTERRUPTED
-    return REFUSED
+    return exit_status(lambda: run(arguments), "interrupted; the same command goes on with what is missing")
 
 
 def run(overrides: list[str]) -> None:

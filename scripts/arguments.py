@@ -1,13 +1,9 @@
-"""The command lines of the helpers here: what goes in, and how they end."""
+"""The command lines of the helpers here."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from typing import NoReturn
-
-from cdgrab.errors import CdgrabError, file_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,14 +21,3 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def exit_status(work: Callable[[], int | None]) -> int:
-    """That of a command which does this work; what it refuses is told in one sentence."""
-    try:
-        return work() or 0
-    except CdgrabError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {file_error(error)}", file=sys.stderr)
-    return 2

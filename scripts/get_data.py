@@ -31,7 +31,8 @@ from pathlib import Path
 from cdgrab.checks import look_up
 from cdgrab.errors import CdgrabError
 from experiments.data import cifar10, hmda, hub, hub_glue, m4, wikitext
-from scripts.arguments import Parser, exit_status
+from experiments.early import exit_status
+from scripts.arguments import Parser
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,8 @@ def main(command_line: list[str] | None = None) -> int:
     clones = "a folder with clones of the hub's repositories under their names (CLONES/nyu-mll/glue), used instead"
     parser.add_argument("--clones", type=Path, help=clones)
     arguments = parser.parse_args(command_line)
-    try:
-        return exit_status(lambda: get_all(arguments.task.lower().replace("_", "-"), arguments.clones))
-    except KeyboardInterrupt:
-        print("error: interrupted; what was complete is kept", file=sys.stderr)
-        return 130
+    task = arguments.task.lower().replace("_", "-")
+    return exit_status(lambda: get_all(task, arguments.clones), "interrupted; what was complete is kept")
 
 
 def get_all(task: str, clones: Path | None) -> None:

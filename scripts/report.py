@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from experiments.early import exit_status
 from experiments.report import tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.text import markdown
 from experiments.store.files import RESULTS
-from scripts.arguments import exit_status
 
 
 def main() -> int:

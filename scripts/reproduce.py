@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from omegaconf import DictConfig
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, DivergedError
 from experiments import launch
 from experiments.report import tables as report
 from experiments.report.notebook import execute
@@ -30,7 +30,6 @@ from experiments.report.text import save
 from experiments.store.files import RESULTS, ROOT
 from experiments.tasks import locate_data
 from experiments.training.config import Run, compose, compose_config
-from experiments.training.session import DIVERGED, REFUSED
 from scripts.arguments import Parser, positive
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)
@@ -53,8 +52,8 @@ def main(command_line: list[str] | None = None) -> int:
         return reproduce_all(overrides, seeds)
     if task in EXPERIMENTS:
         return reproduce_task(task, overrides, seeds)
-    print(f"error: unknown task {task!r}; the tasks are {', '.join(EXPERIMENTS)}, all", file=sys.stderr)
-    return REFUSED
+    early.say(f"unknown task {task!r}; the tasks are {', '.join(EXPERIMENTS)}, all")
+    return CdgrabError.status
 
 
 def reproduce_all(overrides: list[str], seeds: int | None) -> int:
@@ -81,9 +80,9 @@ def reproduce_task(task: str, overrides: list[str], seeds: int | None, rows: lis
         try:
             statuses.append(reproduce(experiment, overrides, seeds, rows))
         except (CdgrabError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            statuses.append(REFUSED)
-        if statuses[-1] not in (0, DIVERGED):
+            early.say(str(error))
+            statuses.append(CdgrabError.status)
+        if statuses[-1] not in (0, DivergedError.status):
             break
     return next((status for status in statuses if status), 0)
 
@@ -98,7 +97,7 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
         return 0
     sweep = [f"{config.columns}={','.join(column.partition('=')[2] for column in columns)}"] if columns else []
     status = _launch(experiment, config, [*overrides, *sweep], seeds)
-    if status not in (0, DIVERGED):
+    if status not in (0, DivergedError.status):
         return status
     os.environ["CDGRAB_GROUP"] = str(run.directory.parent.resolve())
     notebook = execute(experiment)
@@ -122,7 +121,7 @@ def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: in
         seed = f"seed=range(0,{seeds or config.seeds[config.size]})"
         with contextlib.chdir(ROOT):
             done = launch.main(["-m", f"experiment={experiment}", *changes, *overrides, seed])
-        if done not in (0, DIVERGED):
+        if done not in (0, DivergedError.status):
             return done
         status = status or done
     return status

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 
+from experiments.early import REQUEUE
 from experiments.store import checkpoint
 from experiments.store.files import ROOT
-from experiments.training.signals import REQUEUE
 from scripts.arguments import Parser, positive
 
 TASKS = {  # settings, and epochs that take some seconds

@@ -309,9 +309,9 @@ def test_every_command_loads_the_files_of_CDGRAB_EXTEND(copied, monkeypatch, tmp
     run = compose(["task=spirals", "sorter=longest_first"])
     assert (run.config.task.hidden, run.config.sorter.initial) == (16, "random")
     broken = tmp_path / "broken.py"
-    broken.write_text("import torch\ntorch.nonsense\n")
+    broken.write_text("raise KeyError('x')\n")
     for path, complaint in (
-        (broken, "AttributeError: module"),
+        (broken, "KeyError: 'x'"),
         (tmp_path / "none.py", "is not a file"),
     ):
         monkeypatch.setenv("CDGRAB_EXTEND", str(path))

@@ -15,6 +15,7 @@ import pytest
 from synthetic_runs import write_run
 
 from cdgrab.errors import CdgrabError
+from experiments.early import STATUS
 from experiments.report import figures, notebook, plots, text
 from experiments.report import runs as results
 from experiments.report import tables as report
@@ -22,7 +23,6 @@ from experiments.report.published import published
 from experiments.report.runs import Group, groups, sweeps
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
-from experiments.training.signals import STATUS
 from scripts.reproduce import EXPERIMENTS
 
 METRICS = ("train_loss", "test_accuracy")

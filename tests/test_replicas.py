@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from cdgrab.errors import Stopped
+from cdgrab.errors import CdgrabError, DivergedError, Stopped
 from cdgrab.sorters import SORTERS
 from experiments import launch
 from experiments.report.runs import Group
@@ -90,7 +90,7 @@ def test_a_run_that_diverges_ends_alone(tmp_path, capsys):
     task = [*TASKS["data split by seed"], "task.clip=null"]
     settings = [[*task, "seed=0"], [*task, "seed=1", "task.lr=1e200"], [*task, "seed=2", "sorter=d_rr"]]
     together = made(tmp_path / "together", settings)
-    assert session.carry_out(*together) == [0, session.DIVERGED, 0]
+    assert session.carry_out(*together) == [0, DivergedError.status, 0]
     assert [read_manifest(run.directory)["status"] for run in together] == ["finished", "diverged", "finished"]
     assert "diverged in epoch 1" in read_manifest(together[1].directory)["reason"]
     assert capsys.readouterr().err.count("training diverged") == 1
@@ -103,7 +103,7 @@ def test_a_run_that_diverges_ends_alone(tmp_path, capsys):
 def test_a_group_that_diverges_as_a_whole_says_so_of_every_run(tmp_path):
     task = [*TASKS["data split by seed"], "task.clip=null", "task.lr=1e200"]
     together = made(tmp_path, [[*task, f"seed={seed}"] for seed in range(2)])
-    assert session.carry_out(*together) == [session.DIVERGED] * 2
+    assert session.carry_out(*together) == [DivergedError.status] * 2
 
 
 @pytest.mark.parametrize("blocks", [1, 7])
@@ -176,7 +176,7 @@ def test_a_sweep_is_grouped_by_itself_and_complete_runs_are_left_out(tmp_path, c
 
 
 def test_bad_numbers_of_replicas_are_refused(capsys):
-    assert launch.main(["replicas=0"]) == session.REFUSED
+    assert launch.main(["replicas=0"]) == CdgrabError.status
     assert "replicas must be auto or a whole number of at least 1" in capsys.readouterr().err
 
 

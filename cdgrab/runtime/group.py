@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.errors import CdgrabError, CollectiveError
+from cdgrab.errors import CdgrabError, CollectiveError, first_line
 from cdgrab.runtime.rendezvous import meet
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -44,7 +44,7 @@ class Traffic:
         try:
             yield
         except RuntimeError as error:
-            raise CollectiveError(name, number, str(error).partition("\n")[0]) from error
+            raise CollectiveError(name, number, first_line(error)) from error
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cdgrab.errors import MissingError
+from cdgrab.errors import MissingError, first_line
 
 PATIENCE = 120.0  # seconds that all processes have to start
 PAUSE = 0.02  # seconds between two polls
@@ -33,7 +33,7 @@ def meet(rank: int, world_size: int, timeout: float | None) -> None:
         else:
             dist.init_process_group("gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
-        raise MissingError(f"the {world_size} processes cannot connect ({str(error).partition(chr(10))[0]})") from error
+        raise MissingError(f"the {world_size} processes cannot connect ({first_line(error)})") from error
 
 
 def agents_store(patience: float) -> dist.TCPStore:

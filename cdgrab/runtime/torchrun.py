@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from cdgrab.errors import MissingError, Stopped
+from cdgrab.errors import MissingError, Stopped, first_line
 
 
 def torchrun(
@@ -44,6 +44,6 @@ def torchrun(
     except ChildFailedError as error:
         return next(iter(error.failures.values())).exitcode
     except (RendezvousError, DistError) as error:
-        raise MissingError(f"the hosts do not meet at {rdzv} ({str(error).partition(chr(10))[0]})") from error
+        raise MissingError(f"the hosts do not meet at {rdzv} ({first_line(error)})") from error
     except SignalException as error:
         raise Stopped(error.sigval, "the launcher was asked to stop") from None

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from experiments.data.progress import progress
 from experiments.data.sources import Published, by_checksum
 
@@ -23,8 +23,7 @@ POINTER = b"version https://git-lfs"
 
 def reason(error: Exception) -> str:
     """What an error of another library says, short enough for one sentence of ours."""
-    text = str(getattr(error, "reason", None) or error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" .:")
+    return first_line(getattr(error, "reason", None) or error).rstrip(" .:")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from experiments.data.cache import cached
 from experiments.data.progress import progress
 from experiments.data.sources import PackagedFile, sha256
@@ -94,7 +94,7 @@ class _Encoder:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         except (OSError, ValueError, KeyError) as error:
-            raise CdgrabError(f"the encoder in {folder} cannot be loaded ({str(error).splitlines()[0]})") from error
+            raise CdgrabError(f"the encoder in {folder} cannot be loaded ({first_line(error)})") from error
         self._model.eval().to(device)
         self._pooling, self._device = pooling, device
 

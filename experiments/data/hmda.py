@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from experiments.data.download import fetch, install
 from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root, read_columns
 
@@ -114,8 +114,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     try:
         table = pd.read_csv(path, usecols=columns)
     except (ValueError, OSError, UnicodeError) as error:
-        reason = str(error).split("\n")[0]
-        raise CdgrabError(f"the data file {path} cannot be read ({reason}); {GET}") from error
+        raise CdgrabError(f"the data file {path} cannot be read ({first_line(error)}); {GET}") from error
     if table.empty:
         raise CdgrabError(f"the data file {path} has no rows; {GET}")
     for name in columns:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from experiments.data.download import fetch_missing
 from experiments.data.sources import PackagedFile, Source, check_files, data_root, read_columns
 
@@ -66,7 +66,7 @@ def _read_rows(path: Path) -> list[np.ndarray]:
             _, *rows = csv.reader(file)
             return [np.array([float(cell) for cell in row[1:] if cell]) for row in rows]
     except (ValueError, OSError, csv.Error) as error:
-        raise CdgrabError(f"the data file {path} cannot be read ({str(error).splitlines()[0]}); {GET}") from error
+        raise CdgrabError(f"the data file {path} cannot be read ({first_line(error)}); {GET}") from error
 
 
 def _load_packaged(path: Path) -> tuple[Series, dict[str, str]]:

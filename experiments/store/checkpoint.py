@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cdgrab.errors import CdgrabError, warn
+from cdgrab.errors import CdgrabError, first_line, warn
 from experiments.store.files import replacing
 
 FILE = "checkpoint.pt"
@@ -52,7 +52,7 @@ def load(directory: Path, say: Callable[[str], None] = warn, mend: bool = False)
         try:
             content = _read(path)
         except Exception as error:  # whatever a damaged file makes of the reader
-            damaged.append(f"{path} ({_brief(error)})")
+            damaged.append(f"{path} ({first_line(error)[:100]})")
             continue
         if damaged:
             say(f"{' and '.join(damaged)} cannot be read; going on from the one before, {path.name}")
@@ -113,7 +113,3 @@ def _sync(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _brief(error: Exception) -> str:
-    return str(error).partition("\n")[0][:100] or type(error).__name__

@@ -11,7 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 
 VARIABLE = "CDGRAB_EXTEND"
 
@@ -38,4 +38,5 @@ def _load(path: Path) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise CdgrabError(f"{path} of {VARIABLE} cannot be loaded ({type(error).__name__}: {error})") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CdgrabError(f"{path} of {VARIABLE} cannot be loaded ({reason})") from error

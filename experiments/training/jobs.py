@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 
+from cdgrab.errors import CdgrabError
 from experiments import early
+from experiments.early import STATUS
 from experiments.training.extensions import load_extensions
 from experiments.training.launcher import Prepared, grouped, launch
-from experiments.training.session import REFUSED
-from experiments.training.signals import STATUS
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -66,7 +66,7 @@ def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
                     idle.append(worker)
                 else:
                     workers.remove(worker)
-                if REFUSED in statuses:
+                if CdgrabError.status in statuses:  # refused
                     waiting.clear()
         for worker in workers:
             worker.line.send(None)

@@ -6,19 +6,18 @@ import gc
 import hashlib
 import os
 import signal
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from cdgrab.errors import CdgrabError, MissingError, Stopped
 from cdgrab.runtime.group import WorkerGroup
+from experiments.early import STATUS, say
 from experiments.store.files import ROOT
 from experiments.store.records import read_metrics
 from experiments.training.config import Run, compose
 from experiments.training.grouping import groups
-from experiments.training.session import MISSING, REFUSED, carry_out, exit_status, may_start
-from experiments.training.signals import STATUS
+from experiments.training.session import carry_out, exit_status, may_start
 
 
 def process_count(wanted: int | str, workers: int) -> int:
@@ -61,17 +60,12 @@ def grouped(runs: list[Prepared], jobs: int = 1) -> list[list[Prepared]]:
 def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> list[int]:
     """Carry out runs that train together, or one run: those that are not complete. Returns exit statuses; a signal ends
     the process, and so the sweep. They are numbers `first`, … `of` all runs of the sweep."""
-    statuses = [0]
-
-    def act() -> None:
-        statuses[:] = _launch(together, first, of or len(together))
-
-    status = exit_status(act)
+    ended = exit_status(lambda: _launch(together, first, of or len(together)))  # statuses, or that of an error
     gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
-    if status in STATUS.values():
+    if ended in STATUS.values():
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
-        raise SystemExit(status)
-    return [status] if status else statuses
+        raise SystemExit(ended)
+    return ended if isinstance(ended, list) else [ended]
 
 
 def launch_all(runs: list[Prepared]) -> list[int]:
@@ -80,7 +74,7 @@ def launch_all(runs: list[Prepared]) -> list[int]:
     for together in grouped(runs):
         statuses += launch(together, begun + 1, len(runs))
         begun += len(together)
-        if REFUSED in statuses:
+        if CdgrabError.status in statuses:  # refused
             break
     return statuses
 
@@ -143,7 +137,7 @@ def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
     for left in reversed(range(restarts + 1)):
         status = torchrun(arguments, processes)
         arguments = [*(argument for argument in arguments if not argument.startswith("resume=")), "resume=true"]
-        if left == 0 or not (status < 0 or status == MISSING):
+        if left == 0 or not (status < 0 or status == MissingError.status):
             break
         why = f"killed by signal {-status}" if status < 0 else "missing"
         print(f"  a process was {why}: going on from the last checkpoint ({left} more times)", flush=True)
@@ -161,8 +155,8 @@ def torchrun(arguments: list[str], processes: int, **hosts: object) -> int:
     try:
         return runtime.torchrun(arguments, processes, **hosts)
     except MissingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISSING
+        say(str(error))
+        return error.status
     except Stopped as stop:
         raise SystemExit(STATUS.get(stop.number, 128 + stop.number)) from None
     finally:  # torchrun leaves its own

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from cdgrab.errors import CdgrabError, NotFiniteError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
+from experiments import early
 from experiments.tasks.base import DTYPES, Task, joined
-from experiments.training import signals, snapshot
+from experiments.training import snapshot
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
@@ -213,7 +214,7 @@ class Trainer:
                 clock.lap("evaluation")
             if signal:
                 where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
-                raise Stopped(signal, f"{signals.NAMES[signal]} {where}")
+                raise Stopped(signal, f"{early.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.

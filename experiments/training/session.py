@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, MissingError, Stopped, file_error, warn
+from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, Stopped, first_line, warn
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import heartbeat, rendezvous
+from experiments import early
 from experiments.store import checkpoint
 from experiments.store.lock import locked
 from experiments.store.records import read_manifest, read_metrics
@@ -30,39 +32,22 @@ from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
-REFUSED, DIVERGED, MISSING, INTERRUPTED = 2, 3, 4, 130  # exit statuses
 OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # in what torch and numpy say then
 
 
-def exit_status(action: Callable[[], int | None]) -> int:
-    """What `action` returns, or: 2 refused, 3 diverged, 4 another process is missing (one sentence on stderr each), 75
-    stopped by a scheduler and to be started again, 130 interrupted."""
+def exit_status(action: Callable[[], Any]) -> Any:
+    """As `early.exit_status`; this process leaves the others of its run."""
     try:
-        return action() or 0
-    except Stopped as stop:
-        return signals.STATUS[stop.number]
-    except CdgrabError as error:
-        _say(str(error))
-        return status_of(error)
-    except OSError as error:
-        _say(file_error(error))
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return early.exit_status(action, say=_say)
     finally:
         workers.disconnect()
-
-
-def status_of(error: CdgrabError | None) -> int:
-    """The exit status of a run that ended so."""
-    return {DivergedError: DIVERGED, MissingError: MISSING}.get(type(error), REFUSED) if error else 0
 
 
 def _say(sentence: str) -> None:
     """Most errors reach all ranks alike: rank 0 speaks, and torchrun ends the others while they wait."""
     if workers.launched_rank():
         time.sleep(3)
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    early.say(sentence)
 
 
 def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
@@ -81,7 +66,7 @@ def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
             return [0] * len(runs)
         with _torch_settings(config):
             errors = _train(wanted, group, of)
-    return [status_of(errors.get(run.directory)) for run in runs]
+    return [errors[run.directory].status if run.directory in errors else 0 for run in runs]
 
 
 def _own(run: Run, group: workers.WorkerGroup, again: bool, stack: contextlib.ExitStack) -> bool:
@@ -132,7 +117,7 @@ def enough_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        words = str(error).partition("\n")[0] or "out of memory"
+        words = first_line(error) if str(error) else "out of memory"
         if isinstance(error, CollectiveError) or not re.search(OUT_OF_MEMORY, words):
             raise
         raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
@@ -218,7 +203,7 @@ def _fit(trainer: Trainer, stop_request: signals.StopRequest, title: str) -> Non
         if trainer.replicas == 1:
             raise
     except Stopped as stop:
-        _finish(trainer, signals.NAMES[stop.number])
+        _finish(trainer, early.NAMES[stop.number])
         log.info("%s", stop)
         if logs[0].active:
             print(f"{stop}; everything is saved: resume=true goes on", file=sys.stderr)

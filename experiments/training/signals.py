@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-REQUEUE = 75  # EX_TEMPFAIL
-STATUS = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: REQUEUE}
-NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}  # in manifests and messages
+from experiments.early import STATUS
+
 SAME = 2.0  # seconds within which a terminal and torchrun both pass on one Ctrl-C
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import sys
 
 from cdgrab.runtime.group import DEVICES, pick_device
+from experiments.early import exit_status
 from experiments.store import bench as store
-from scripts.arguments import Parser, exit_status
+from scripts.arguments import Parser
 from scripts.bench import balance, dropin, epoch, fleet, memory, peers, traffic
 from scripts.bench.measure import SIZES, manifest, measured
 

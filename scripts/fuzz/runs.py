@@ -17,6 +17,7 @@ import torch
 
 from cdgrab.errors import CdgrabError, DivergedError
 from experiments import train
+from experiments.early import REQUEUE
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest, read_metrics
 from experiments.training import session, signals
@@ -77,7 +78,7 @@ def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
             status = train.main([*overrides, f"run_dir={folder}", "checkpoint.every_steps=1"])
     finally:
         signals.StopRequest.__call__ = asked
-    assert status == signals.REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
+    assert status == REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
     shutil.rmtree(folder / "logs")
     shutil.copytree(folder, scratch / "whole")
     assert train.main([*overrides, f"run_dir={scratch / 'whole'}", "resume=true"]) == 0
@@ -96,8 +97,8 @@ def _resumed(arguments: list[str]) -> None:
     *warnings, error = printed.getvalue().splitlines() or [""]
     assert all(line.startswith("warning: ") for line in warnings), printed.getvalue()
     if status:
-        assert status in (session.REFUSED, session.DIVERGED) and error.startswith("error: "), printed.getvalue()
-        raise CdgrabError(error) if status == session.REFUSED else DivergedError(error)
+        assert status in (CdgrabError.status, DivergedError.status) and error.startswith("error: "), printed.getvalue()
+        raise CdgrabError(error) if status == CdgrabError.status else DivergedError(error)
 
 
 class Malice:
