@@ -1,1 +1,2 @@
-"""Entry points: `python -m experiments.launch` (sweeps) and `torchrun -m experiments.train` (one run)."""
+"""The suite. Entry points: `python -m experiments.launch` (runs and sweeps), `torchrun -m experiments.train` (one run)
+and `python -m experiments.study` (studies)."""

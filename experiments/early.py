@@ -1,6 +1,7 @@
-"""How every command ends: its exit status, and what signals do while it still imports, reads data or traces.
+"""How every command ends: its exit status, and how it handles signals before training starts, while it still imports,
+reads data or traces.
 
-Nothing is lost then, and the command says so. This module imports nothing that takes long. When training begins,
+Nothing is lost then, and the command says so. This module imports nothing that takes long. When training starts,
 `experiments.training.signals` takes over.
 """
 
@@ -12,13 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-REQUEUE, INTERRUPTED = 75, 128 + signal.SIGINT  # EX_TEMPFAIL, and as shells have it
+REQUEUE, INTERRUPTED = 75, 128 + signal.SIGINT  # EX_TEMPFAIL, and the status that shells use
 STATUS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE}
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped"}  # in manifests and messages
 
 
 def listen() -> None:
-    """From now on, in this process. Signals that are ignored stay ignored."""
+    """Handle signals from now on, in this process. Signals that are ignored stay ignored."""
     for number in STATUS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _end)
@@ -26,12 +27,12 @@ def listen() -> None:
 
 def _end(number: int, frame: object) -> None:
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{NAMES[number]} while not training: nothing is lost, the same command goes on\n".encode())
+        os.write(2, f"{NAMES[number]} before training started: nothing is lost; run the same command again\n".encode())
     os._exit(STATUS[number])
 
 
 def say(sentence: str) -> None:
-    """Why the command fails."""
+    """Print why the command fails."""
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -2,10 +2,10 @@
 
     python -m experiments.launch -m experiment=fig3a_lr_hmda                     # all runs of a figure
     python -m experiments.launch -m experiment=fig3a_lr_hmda seed=0 nproc=4      # one seed, on four processes
-    python -m experiments.launch task=lr_hmda sorter=cd_grab,d_rr -m jobs=2      # a sweep of one's own, two at a time
+    python -m experiments.launch task=lr_hmda sorter=cd_grab,d_rr -m jobs=2      # your own sweep, two at a time
     python -m experiments.launch -m experiment=fig3a_lr_hmda hydra/launcher=submitit_slurm    # each run a job of Slurm
 
-Complete runs are not repeated, interrupted ones go on where they stopped.
+Complete runs are not repeated; interrupted ones continue where they stopped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _main(arguments: list[str]) -> int:
     else:
         wanted, jobs = expanded(overrides, sweep=bool(flags))
     count("jobs", jobs, 1)
-    runs = [prepare(overrides) for overrides in wanted]  # what is refused is refused before anything is started
+    runs = [prepare(overrides) for overrides in wanted]  # refuses bad settings before anything starts
     if jobs > 1 and len(runs) > 1:
         from experiments.training.jobs import launch_at_once
 
@@ -70,8 +70,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def expanded(overrides: list[str], sweep: bool) -> tuple[list[list[str]], int]:
-    """The overrides of every run, and how many of them run at once. A sweep is the product of all that an experiment's
-    `hydra.sweeper.params` and the command line give several values, as Hydra's own sweeper makes it."""
+    """The overrides of every run, and how many processes share them. As with Hydra's own sweeper, a sweep is the
+    product of all settings with several values, on the command line and in the experiment's `hydra.sweeper.params`."""
     try:
         if not sweep:
             return [overrides], compose_config(overrides).jobs
@@ -86,8 +86,8 @@ def expanded(overrides: list[str], sweep: bool) -> tuple[list[list[str]], int]:
 
 
 def through_hydra(arguments: list[str]) -> tuple[list[list[str]], int]:
-    """The same by Hydra itself, where its own settings or flags are asked for: it takes longer. A launcher that
-    sends jobs elsewhere calls `collect` there: then the run is carried out at once."""
+    """The same by Hydra itself, which takes longer: needed for its own settings or flags. A launcher that sends jobs
+    elsewhere calls `collect` there, which then carries out the run at once."""
     import hydra
 
     wanted, jobs = [], 1
@@ -110,7 +110,7 @@ def through_hydra(arguments: list[str]) -> tuple[list[list[str]], int]:
 
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
-    """Hydra reads its arguments there."""
+    """Put the arguments where Hydra reads them."""
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
         yield
@@ -120,7 +120,7 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusals_in_one_sentence(arguments: list[str]) -> Iterator[None]:
-    """What Hydra refuses in several lines becomes one sentence. Where jobs are sent elsewhere, all it says is heard."""
+    """What Hydra refuses in several lines becomes one sentence. With submitit, Hydra's output is passed through."""
     if any("submitit" in argument for argument in arguments):
         yield
         return

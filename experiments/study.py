@@ -5,7 +5,7 @@
 
 Settings are Hydra overrides (key=value) of configs/study.yaml and configs/study/<name>.yaml: size=smoke|quick|paper,
 data=auto|embedded, jobs, study.seeds, study.<setting>. Results go to results/studies/<name>/<size>[-data], the verdicts
-of all studies to results/STUDIES.md. What is complete is not computed again; an interrupted study goes on where it
+of all studies to results/STUDIES.md. What is complete is not computed again; an interrupted study continues where it
 stopped.
 """
 
@@ -36,16 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nstudies: {', '.join(choices('study'))}")
         return 0
-    return exit_status(lambda: run(arguments), "interrupted; the same command goes on with what is missing")
+    return exit_status(lambda: run(arguments), "interrupted; run the same command again to continue")
 
 
 def run(overrides: list[str]) -> None:
     keep_freed_memory()
     study = compose_study(overrides)
-    torch.set_num_threads(1)  # the same sums on every machine
+    torch.set_num_threads(1)  # gives the same sums on every machine
 
     def progress(results: Iterable[tuple[Part, dict]], total: int) -> tqdm:
-        seconds = 0.1 if sys.stderr.isatty() else 10  # a line now and then in a log
+        seconds = 0.1 if sys.stderr.isatty() else 10  # not too many lines in a log
         return tqdm(results, f"study {study.name}", total, unit="part", mininterval=seconds, miniters=1)
 
     carry_out(study, progress, _jobs(study, overrides))
@@ -58,7 +58,7 @@ def run(overrides: list[str]) -> None:
 
 
 def _jobs(study: Study, overrides: list[str]) -> int:
-    """auto: where parts are whole training runs, one at a time per core; else starting processes would take longer."""
+    """auto: one process per core if parts are whole training runs; otherwise starting processes would take longer."""
     wanted = compose_config([o for o in overrides if o.partition("=")[0] in ("study", "jobs")], "study").jobs
     if wanted == "auto":
         return min(len(os.sched_getaffinity(0)), MOST_JOBS) if study.data and study.size != "smoke" else 1

@@ -185,7 +185,7 @@ def test_a_signal_while_the_run_starts_is_answered_too(tmp_path, number, status,
     _, printed = process.communicate(timeout=60)
     assert (
         process.returncode == status
-        and printed == f"{word} while not training: nothing is lost, the same command goes on\n"
+        and printed == f"{word} before training started: nothing is lost; run the same command again\n"
     )
 
 

@@ -21,7 +21,7 @@ PUBLISHED = {  # the same bytes as encoder.json and vocab.bpe of the GPT-2 relea
     "merges.txt": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
 }
 BYTES = 256  # tokens of one byte: with all of them, every text can be written and read back
-MOST = 2**16  # token numbers are kept in two bytes
+MOST = 2**16  # token numbers are stored in two bytes
 LINES_AT_ONCE = 2000
 
 
@@ -35,14 +35,14 @@ def read_gpt2(folder: Path, how_to_get: str) -> tuple[Tokenizer, dict[str, str]]
 
 
 def from_text(text: str) -> Tokenizer:
-    """What `to_str` of a tokenizer has written."""
+    """A tokenizer from the output of its `to_str`."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(text)
 
 
 def train(lines: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of exactly `vocabulary` tokens. The same lines give the same one, in any order."""
+    """A tokenizer of exactly `vocabulary` tokens. It does not depend on the order of the lines."""
     from tokenizers import models, pre_tokenizers, trainers
 
     tokenizer = _byte_level(models.BPE())
@@ -62,7 +62,7 @@ def train(lines: Iterable[str], vocabulary: int) -> Tokenizer:
 def encode(
     tokenizer: Tokenizer, lines: list[str], longest: int | None = None, most: int | None = None, what: str = "text"
 ) -> np.ndarray:
-    """The tokens of all lines one after the other, uint16; of each line at most `longest`, of all at most `most`."""
+    """The tokens of all lines, concatenated, uint16; at most `longest` of each line and `most` of all."""
     parts, found = [np.empty(0, dtype=np.uint16)], 0
     with progress(total=len(lines), unit="line", desc=f"tokenising {what}") as bar:
         for start in range(0, len(lines), LINES_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Arrays that take long to make, kept in files. A cache file is never trusted to be there, nor to be whole."""
+"""Arrays that take long to make, kept in files. A cache file may be missing or damaged at any time."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def cache_folder() -> Path:
 
 
 def cached(name: str, key: dict, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `build()`, from the cache when it holds them.
+    """The arrays of `build()`, from the cache if it has them.
 
     `key` names everything they depend on (checksums of sources, settings): other keys, other files. Missing and
-    damaged files are made anew; where the folder cannot be written, the arrays are made every time.
+    damaged files are made again; if the folder is not writable, the arrays are made every time.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     path = cache_folder() / f"{name}-{digest[:16]}.npz"
@@ -40,7 +40,7 @@ def cached(name: str, key: dict, build: Callable[[], Arrays]) -> Arrays:
 
 
 def _read(path: Path) -> Arrays:
-    """Every array is read here and now: the zip format's checksums then tell damage before anybody uses it."""
+    """Reads every array at once, so that the checksums of the zip format reveal damage before anything is used."""
     with np.load(path, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
 

@@ -21,7 +21,7 @@ CLASSES, SIDE = 10, 32
 ORIGIN = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"  # in the archive and under the data root
 GET = "get it with `make data-cifar10`"
-# The sha256 of the files whose md5 are the published ones (a test holds those). The last file is the test part.
+# The sha256 of files with the published md5 (which a test checks). The last file is the test part.
 PUBLISHED = {
     "data_batch_1": (31035704, "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd"),
     "data_batch_2": (31035320, "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8"),
@@ -31,7 +31,7 @@ PUBLISHED = {
     "test_batch": (31035526, "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831"),
 }
 # The same pictures in the binary distribution: one byte of label, then the pixels. Nothing else is in these files, so
-# they can also be made from copies that have lost the picture names. A test holds the published md5.
+# they can also be made from copies that lack the picture names. A test checks the published md5.
 BINARY_FOLDER = "cifar-10-batches-bin"
 BINARY = {
     "data_batch_1.bin": (30730000, "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5"),
@@ -65,7 +65,7 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
     """The source that a run with these settings uses. Does not read the files yet."""
     folder = data_root(root, data)
     there = [files for files in _layouts(folder) if files[0].parent.is_dir()] if folder else []
-    if there:  # a set that looks complete if there is one; else loading names the file that is missing or damaged
+    if there:  # prefer files that look complete; otherwise loading names the missing or damaged file
         files = next((files for files in there if all(map(_looks_right, files))), there[0])
         binary = " (binary files)" * (files[0].parent.name == BINARY_FOLDER)
         return Source("CIFAR-10", f"CIFAR-10{binary}", files, papers_own=True, how_to_get=GET)
@@ -73,13 +73,13 @@ def locate(data: str = "auto", root: str | None = None) -> Source:
 
 
 def complete(root: Path) -> list[Path]:
-    """The files of the first layout of which all are there and right; none if there is none."""
+    """The files of the first layout that is complete and right; an empty list if there is none."""
     right = by_checksum(PUBLISHED | BINARY)
     return next((list(files) for files in _layouts(root) if all(map(right, files))), [])
 
 
 def download(root: Path, origin: str = ORIGIN) -> list[Path]:
-    """All files out of the published archive; those already there and right are kept."""
+    """All files from the published archive; those already there and right are kept."""
 
     def unpack(folder: Path) -> None:
         fetch(origin, folder / "archive")
@@ -95,7 +95,7 @@ def download(root: Path, origin: str = ORIGIN) -> list[Path]:
 
 
 def download_with_torchvision(root: Path) -> list[Path]:
-    """The same files as torchvision gets them, where it is installed."""
+    """The same files through torchvision, if it is installed."""
 
     def unpack(folder: Path) -> None:
         try:
@@ -142,7 +142,7 @@ def load(source: Source) -> tuple[Pictures, dict[str, str]]:
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Unpickles numpy arrays and plain values. Anything else a pickle may name is code that it would run."""
+    """Unpickles numpy arrays and plain values only. Anything else that a pickle may name would be executed."""
 
     ALLOWED = {
         "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],

@@ -22,7 +22,7 @@ POINTER = b"version https://git-lfs"
 
 
 def reason(error: Exception) -> str:
-    """What an error of another library says, short enough for one sentence of ours."""
+    """The message of another library's error, short enough for one sentence."""
     return first_line(getattr(error, "reason", None) or error).rstrip(" .:")
 
 
@@ -30,7 +30,7 @@ def reason(error: Exception) -> str:
 def staging(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`, so that moving a file out of it is atomic.
 
-    Folders made on the way go again if nothing came of them: an empty one would look like a dataset with lost files.
+    Folders that were made for it and stay empty are removed: they would look like a dataset with missing files.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -48,10 +48,10 @@ def staging(folder: Path) -> Iterator[Path]:
 def install(
     folder: Path, names: Iterable[str], is_right: Callable[[Path], bool], write: Callable[[Path], None], origin: str
 ) -> list[Path]:
-    """Put files by these names into `folder`, all or none. Files that are there and right are kept.
+    """Put files with these names into `folder`, all or none. Files that are there and right are kept.
 
-    `write` writes the file of the path it is given, all of them into one temporary folder, from `origin`. A file that
-    is not right is replaced only when all that is new has been written and is right.
+    `write(path)` writes one file from `origin` into a temporary folder. A wrong file is replaced only when all new
+    files are written and right.
     """
     paths = [folder / name for name in names]
     wanted = [path for path in paths if not is_right(path)]
@@ -67,7 +67,7 @@ def install(
 
 
 def fetch(url: str, target: Path, member: str | None = None) -> None:
-    """Download `url` to `target`, or one `member` of the zip archive at `url`, which then lies beside it."""
+    """Download `url` to `target`, or one `member` of the zip archive at `url`, which is then kept beside it."""
     archive = target.with_name(f"{target.name}.zip")
     _download(url, archive if member else target)
     if member:

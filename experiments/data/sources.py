@@ -1,4 +1,4 @@
-"""Finding and checking data files. Every dataset says which source it came from, in every log, table and figure."""
+"""Finding and checking data files. Every log, table and figure says which source its data came from."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Source:
     description: str  # one line for people
     files: tuple[Path, ...]
     embedded: bool = False
-    papers_own: bool = False  # the very data of the paper, so its curves may be drawn beside ours
+    papers_own: bool = False  # the paper's own data, so that its curves may be drawn beside ours
     checksums: dict[str, str] = field(default_factory=dict)
-    how_to_get: str = ""  # the files, where all of them are needed
+    how_to_get: str = ""  # how to get the files, if all of them are needed
 
     def as_record(self) -> dict:
         """For the manifest: no paths of this machine, only names."""
@@ -37,7 +37,7 @@ class Source:
         return record
 
     def refuse_missing(self) -> None:
-        """Before anything is started: a file that is not there."""
+        """Refuse a missing file before anything starts."""
         for path in self.files if self.how_to_get else ():
             require_file(path, self.how_to_get)
 
@@ -66,12 +66,12 @@ def sha256(path: Path) -> str:
 
 
 def is_published(path: Path, known: Known | None) -> bool:
-    """Whether the file is there and has the known (size, sha256); where nothing is known, whether it is there."""
+    """Whether the file exists and has the known (size, sha256); if nothing is known, whether it exists."""
     return path.is_file() and (not known or (path.stat().st_size == known[0] and sha256(path) == known[1]))
 
 
 def by_checksum(published: Published) -> Callable[[Path], bool]:
-    """`is_published`, of files whose (size, sha256) are known by name."""
+    """`is_published` for files whose (size, sha256) are known by name."""
     return lambda path: is_published(path, published.get(path.name))
 
 
@@ -81,7 +81,7 @@ def require_file(path: Path, how_to_get: str) -> None:
 
 
 def check_file(path: Path, known: Known | None, how_to_get: str) -> str:
-    """The file's sha256, after checking it against the known (size, sha256) where there is one."""
+    """The file's sha256, after a check against the known (size, sha256), if there is one."""
     require_file(path, how_to_get)
     size = path.stat().st_size
     if known and size != known[0]:
@@ -99,7 +99,7 @@ def check_files(paths: Iterable[Path], published: Published, how_to_get: str) ->
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """A data file inside a pip package, found without importing that."""
+    """A data file inside a pip package, found without importing the package."""
 
     package: str
     name: str  # relative to the package

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 GET = "get it with `make data-gpt2-wiki103`"
 VALID = (1142309, "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b")  # valid.tokens as published
 TRAIN_LINES = 1_801_350  # of train.tokens, for which no checksum was published
-LEARNT_FROM = 10_000_000  # characters of the training text that tokens are trained on; more changes little
+LEARNT_FROM = 10_000_000  # characters of the training text that the tokenizer is trained on; more changes little
 HELD_OUT_EVERY = 20  # of novels (by file name) and articles (in file order) the 1st, 21st, 41st … are for validation
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens in rows of equal length, uint16 [blocks, context], and how many different tokens there are."""
+    """Tokens in rows of equal length, uint16 [blocks, context], and the size of the vocabulary."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -67,8 +67,8 @@ def load(
 ) -> tuple[Blocks, dict[str, str]]:
     """The blocks, at most `most` of train and valid, and the files' checksums. `vocabulary` as for `tokenizer`.
 
-    The tokens of all lines follow one another; what does not fill a block at the end of a part is dropped. Empty lines
-    give no tokens (as in the `datasets` library's WikiText), and lines at most `longest_line`.
+    The tokens of all lines are concatenated; what does not fill a block at the end of a part is dropped. Empty lines
+    give no tokens (as in the `datasets` library's WikiText), others at most `longest_line`.
     """
     checksums, key = _identity(source)
     coder, coder_checksums = tokenizer(source, vocabulary)
@@ -111,7 +111,7 @@ def pack(tokens: np.ndarray, context: int) -> np.ndarray:
 
 
 def _identity(source: Source) -> tuple[dict[str, str], dict]:
-    """Checksums of the text, and what everything made from it depends on."""
+    """Checksums of the text, and the key for everything made from it."""
     if source.embedded:
         (path,) = source.files
         checksums = wikitext.PACKAGED.check(path)
@@ -136,7 +136,7 @@ def count_lines(path: Path) -> int:
 
 
 def _read_lines(source: Source) -> dict[str, list[str]]:
-    """Lines with their ends, by part; those that show nothing are left out."""
+    """Lines with their ends, by part; blank ones are left out."""
     if source.papers_own:
         texts = [_read(path) for path in source.files[:2]]
         return {"train": _lines(texts[:1]), "valid": _lines(texts[1:])}
@@ -160,7 +160,7 @@ def _novels(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Line ends of all kinds become one kind; a byte order mark is no text."""
+    """All kinds of line ends become one kind; a byte order mark is dropped."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -31,7 +31,7 @@ PACKAGED = PackagedFile(
     (1695871, "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d"),
 )
 SLICE = (250_000, 15_000, 15_000)  # words taken from the packaged articles for train, valid and test
-RARE = 3  # a word must occur this often in the slice to be more than unknown
+RARE = 3  # a word that occurs less often in the slice becomes <unk>
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _kept(name: str, checksums: dict[str, str], build: Callable[[], Corpus]) -> Corpus:
-    """From the cache when it is there. This file holds the rules and all their settings, so its checksum counts."""
+    """From the cache if it is there. This file holds all rules and settings, so its checksum is part of the key."""
     return Corpus(**cached(name, {"source": checksums, "code": sha256(Path(__file__))}, lambda: vars(build())))
 
 
@@ -111,7 +111,7 @@ def _cut_slice(path: Path) -> Corpus:
 
 
 def articles(path: Path) -> Iterator[str]:
-    """The markup of every article of a Wikipedia dump; redirections and discussion pages are no articles."""
+    """The markup of every article of a Wikipedia dump; redirects and talk pages are not articles."""
     with bz2.open(path) as file:
         for _, element in ElementTree.iterparse(file):
             if not element.tag.endswith("}page"):
@@ -137,7 +137,7 @@ def _rule(pattern: str, replacement: str = "") -> tuple[re.Pattern, str]:
 
 
 _NOT_PROSE = "ref|math|gallery|timeline|source|syntaxhighlight|score|imagemap|code|pre"
-# Brackets nest: these rules take the innermost away, again and again.
+# Brackets nest: these rules remove the innermost ones, again and again.
 _NESTED = (
     _rule(r"\{\{[^{}]*\}\}"),  # templates
     _rule(r"\{\|(?:(?!\{\||\|\}).)*\|\}"),  # tables

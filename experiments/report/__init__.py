@@ -1,1 +1,1 @@
-"""What came out: tables, figures and statistics, read from results/ alone."""
+"""Tables, figures and statistics, read from results/ alone."""

@@ -15,7 +15,8 @@ from experiments.report.runs import Group, Sweep
 def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """`metrics` against epochs (upper row) and seconds (lower row), mean ± std over seeds for every sorter.
 
-    The paper's curves are added (dashed) only when data and settings are the paper's; seconds where they mean anything.
+    The paper's curves are added (dashed) only if data and settings are the paper's; seconds only if they are
+    meaningful.
     """
     rows = ("epoch", "elapsed") if group.timed else ("epoch",)
     figure, axes = plots.panels(len(rows), len(metrics), 4.6 * len(metrics), 2.4 * len(rows) + 1.0)
@@ -30,7 +31,7 @@ def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experime
 def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
     """One column per value of the swept setting, one row per metric, against epochs.
 
-    Columns that differ in workers share their y axes: that is the comparison. Learning rates lead to other levels.
+    Columns that differ in workers share their y axes, to be compared; learning rates lead to different levels.
     """
     share, columns = sweep.setting == "workers", len(sweep.groups)
     titles = [column_title(sweep.setting, group.setting(sweep.setting)) for group in sweep.groups]
@@ -48,7 +49,7 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
 def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: str) -> None:
     for sorter in group.sorters:
         curve = group.curve(sorter, metric)
-        if not curve.empty:  # else a metric that these runs did not log
+        if not curve.empty:  # empty: a metric that these runs did not log
             x, style = curve.index if axis == "epoch" else curve["elapsed"], {"color": sorter_colour(sorter)}
             plots.mean_std(panel, x, curve["mean"], curve["std"], label=group.label(sorter), **style)
     if group.like_the_paper:
@@ -68,7 +69,8 @@ def _draw_published(panel: Axes, group: Group, metric: str, axis: str, experimen
 
 
 def _converged(group: Group, metric: str, experiment: str) -> list[float]:
-    """What must be seen: the first tenth of the epochs would squeeze the differences that matter into a line."""
+    """The values that must be visible. Without the first tenth of the epochs, which would hide the later
+    differences."""
 
     def later(x: Series, values: Series) -> list[float]:
         return values[x > (x.max() / 10 if x.max() >= 10 else 0)].dropna().tolist()

@@ -38,9 +38,9 @@ def devices(name: str) -> list[str]:
 
 
 def caption(name: str, device: str) -> str:
-    """What was measured on what, when."""
+    """On which machine, how and when it was measured."""
     made = read_manifests(name)[device]
-    cores = made.get("host", made)["cores"]  # manifests of the first version name the machine directly
+    cores = made.get("host", made)["cores"]  # the first version of manifests had no `host`
     return (
         f"{made['machine']}, {cores} cores, load {made['load'][0]:g} · size {made['size']} · medians, bars: "
         f"quartiles · {made['ended'][:10]}, commit {made['commit'] or 'unknown'}"
@@ -118,7 +118,7 @@ def memory(device: str) -> Figure:
 
 @plots.styled
 def peers(device: str) -> Figure:
-    """Time per step, ours and grab-sampler's."""
+    """Time per step of our sorters and of grab-sampler."""
     found = rows("peers", device)
     figure, ((panel,),) = plots.panels(1, 1, 6.2, 0.42 * len(found) + 1.2)
     for offset, (key, colour, label) in enumerate((("ours_us", OURS, "ours"), ("peer_us", AUTHOR, "grab-sampler"))):
@@ -131,7 +131,7 @@ def peers(device: str) -> Figure:
 
 
 def papers_extra_mib() -> dict[str, float]:
-    """MiB that CD-GraB needs and D-RR does not, by use, as the bars of the paper's Figure 8 say."""
+    """MiB that CD-GraB needs and D-RR does not, by use, from the bars of the paper's Figure 8."""
     import pandas as pd
 
     bars = pd.read_csv(PAPER / "lstm_wiki2_memory.csv").pivot(index="x", columns="series", values="mean")
@@ -140,7 +140,7 @@ def papers_extra_mib() -> dict[str, float]:
 
 
 def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
-    """A Markdown table of some columns, those that were measured on this device."""
+    """A Markdown table of those of the columns that were measured on this device."""
     found = rows(name, device).dropna(axis="columns", how="all")
     shown = found[[column for column in columns if column in found]].to_dict("records")
     table = markdown([{key: _shown(value) for key, value in row.items()} for row in shown])
@@ -149,14 +149,14 @@ def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
-        if math.isnan(value):  # measured elsewhere in the table only
+        if math.isnan(value):  # not measured in this row
             return "–"
         return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _quartiles(found: DataFrame, key: str) -> list[Series]:
-    """How far below and above the medians they are."""
+    """How far the quartiles are below and above the medians."""
     return [abs(found[key] - found[f"{key}_quartiles"].str[end]) for end in (0, 1)]
 
 

@@ -14,7 +14,7 @@ from experiments.report.text import markdown, mean_std
 
 EXPERIMENT = "table1_glue"
 PAIR = {name: sorter for name, sorter in PUBLISHED_SORTERS.items() if sorter in (OURS, BASELINE)}
-METRICS = {"val_accuracy": "", "val_accuracy_mm": "-mm"}  # MNLI has both; what is added to the dataset's name
+METRICS = {"val_accuracy": "", "val_accuracy_mm": "-mm"}  # suffix of the dataset's name; only MNLI has both
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Row:
         return self.group.best(sorter, self.metric)
 
     def difference(self) -> Series:
-        """CD-GraB − D-RR, by seed; empty when one of the two is missing."""
+        """CD-GraB − D-RR, by seed; empty if one of the two is missing."""
         return (self.best(OURS) - self.best(BASELINE)).dropna()
 
     def papers(self) -> dict[str, tuple[float, float]]:
-        """Mean and std by sorter; empty for what the paper's table does not have."""
+        """The paper's mean and std by sorter; empty if its table lacks the dataset."""
         numbers = published(EXPERIMENT, self.metric, column=self.group.column)
         last = {PAIR[series]: table.iloc[-1] for series, table in numbers.items()}
         return {sorter: (line["mean"], line["high"] - line["mean"]) for sorter, line in last.items()}
@@ -128,7 +128,7 @@ def _draw_losses(panel: Axes, shown: list[Row]) -> None:
     for row in shown:
         if row.metric == "val_accuracy":
             ours, baseline = (row.group.curve(sorter, LOSS)["mean"] for sorter in (OURS, BASELINE))
-            excess = (100.0 * (ours / baseline - 1.0)).dropna()  # empty when one of the two is missing
+            excess = (100.0 * (ours / baseline - 1.0)).dropna()  # empty if one of the two is missing
             panel.plot(excess.index, excess, ".-", label=row.name)
     panel.set(xlabel="epoch", ylabel="full train loss, CD-GraB over D-RR (%)")
 
@@ -147,7 +147,7 @@ def _mean_and_std(panel: Axes, places: list[float], values: list[Series], **styl
 
 
 def _encoder(group: Group) -> str:
-    """Which encoder, and the runs it comes from where those are ours."""
+    """Which encoder, and the runs that trained it if they are ours."""
     if group.setting("task.encoder") == "frozen":
         return f"linear head on frozen {group.setting('task.encoder_name')}"
     folders = {name for manifest in group.manifests for name in pretrained_by(manifest)}

@@ -1,4 +1,4 @@
-"""Types for annotations, without importing pandas or matplotlib, which take longer than most commands do."""
+"""Types for annotations, without importing pandas or matplotlib, which takes longer than most commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures, tables and verdicts call things. A name that is not listed here still gets a readable one."""
+"""Names in figures, tables and verdicts. What is not listed here still gets a readable name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cdgrab.sorters import LABELS, SORTERS
 BASELINE, OURS, UNCOORDINATED = "d_rr", "cd_grab", "id_grab_pair"
 LOSS, BOUND = "train_loss", "herding_per_step"
 
-ALONE = "grab_pair"  # one worker that holds the units of all: free to order them as it likes
+ALONE = "grab_pair"  # one worker that holds all units, and may order them freely
 ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
 OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
 PUBLISHED_SORTERS = {LABELS[name]: name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
@@ -36,7 +36,7 @@ TASKS = {  # and what the rows of their data are
     "gpt2_wiki103": ("GPT2-WikiText-103", "tokens used"),
     "glue": ("GLUE", "examples"),
 }
-GLUE = ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE")  # the paper's table, then what it leaves out
+GLUE = ("MNLI", "QQP", "QNLI", "SST-2", "CoLA", "MRPC", "RTE")  # those of the paper's table, then the others
 
 METRICS = {
     "train_loss": "full train loss",
@@ -63,7 +63,7 @@ def kind(sorter: str) -> str:
 
 
 def sorter_label(sorter: str, known_as: str = "") -> str:
-    """A sorter with its options: "cd_grab,rule=walk" is "CD-GraB, random walk". `known_as`: its name without them."""
+    """A sorter with its options: "cd_grab,rule=walk" is "CD-GraB, random walk". known_as: its label without options."""
     name, *options = sorter.split(",")
     words = [OPTIONS.get(option.lower(), option.replace("sketch_size=", "sketch of ")) for option in options]
     return ", ".join([known_as or ONE_WORKER.get(name) or _registered(name) or readable(name), *filter(None, words)])
@@ -84,7 +84,7 @@ def sorter_style(sorter: str) -> dict:
 
 
 def sorter_line(sorter: str) -> dict:
-    """With the name that legends give it."""
+    """The same, with the label for legends."""
     return sorter_style(sorter) | {"label": sorter_label(sorter)}
 
 
@@ -98,7 +98,7 @@ def counted(task: str | None) -> str:
 
 
 def metric_label(metric: str) -> str:
-    """val_bleu is "validation bleu" although nobody has listed it."""
+    """A metric that is not listed gets a readable label: val_bleu is "validation bleu"."""
     return METRICS.get(metric) or readable(metric)
 
 
@@ -116,5 +116,5 @@ def readable(name: str) -> str:
 
 
 def _registered(name: str) -> str:
-    """What the library calls it, also when somebody has added it since."""
+    """The library's label of a sorter, also of one that was registered from outside."""
     return LABELS.get(name) or getattr(SORTERS.get(name), "label", "")

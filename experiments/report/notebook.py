@@ -1,4 +1,4 @@
-"""Notebooks of notebooks/, executed in this process: starting a kernel would take most of a short one's time."""
+"""Executes notebooks in this process: for a short one, starting a kernel would take most of the time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = ROOT / "notebooks"
 
 
 def execute(name: str, in_place: bool = False) -> Path:
-    """The path of the executed notebook."""
+    """Execute a notebook. Returns the path of the executed copy."""
     import nbformat
 
     source = FOLDER / f"{name}.ipynb"
@@ -59,7 +59,7 @@ def _run(cell: NotebookNode, shell: InteractiveShell, name: str) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_kernel() -> Iterator[InteractiveShell]:
-    """An empty namespace, in the folder of the checkout. What a notebook changes in this process is put back."""
+    """An empty namespace, in the folder of the checkout. What a notebook changes in this process is restored."""
     shell, settings, path = _shell(), dict(os.environ), list(sys.path)
     shell.reset(new_session=True)
     sys.path.insert(0, str(ROOT))
@@ -75,7 +75,7 @@ def _as_in_a_kernel() -> Iterator[InteractiveShell]:
 
 @cache
 def _shell() -> InteractiveShell:
-    """IPython that keeps what is displayed; figures that are shown are displayed as pictures."""
+    """IPython that records what is displayed; figures are displayed as pictures."""
     from IPython.core.display_trap import DisplayTrap
     from IPython.core.displayhook import CapturingDisplayHook
     from IPython.core.displaypub import CapturingDisplayPublisher

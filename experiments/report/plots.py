@@ -1,6 +1,6 @@
 """How every figure of the project is drawn: one style, lines with bands, axes, legends, captions, files.
 
-matplotlib is imported when the first figure is drawn; nothing that only computes has to wait for it.
+matplotlib is imported when the first figure is drawn, so that code that only computes does not wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = {"fontsize": 6.5, "color": "0.35"}
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A function that draws a figure, in the style of the project."""
+    """Decorates a function that draws a figure, so that it uses the style of the project."""
 
     @wraps(draw)
     def drawn(*arguments, **options) -> Figure:
@@ -50,7 +50,7 @@ def panels(
 
 
 def band(panel: Axes, x: Iterable, mean: Iterable, low: Iterable, high: Iterable, alpha: float = 0.18, **style) -> None:
-    """A line and what lies between `low` and `high` around it."""
+    """A line, and a band from `low` to `high` around it."""
     panel.plot(x, mean, **style)
     panel.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
 
@@ -69,7 +69,7 @@ def estimates(panel: Axes, by_x: Mapping[float, Series], alpha: float = 0.15, **
 
 
 def interval(panel: Axes, value: Estimate, y: float, **style) -> None:
-    """A bar at height `y`; none where there is one seed only."""
+    """A bar at height `y`; none if there is only one seed."""
     if np.isfinite(value.low):
         panel.plot([value.low, value.high], [y, y], **style)
 
@@ -133,7 +133,7 @@ def save(figure: Figure, name: str) -> list[Path]:
 
 
 def show() -> None:
-    """What was drawn, in a notebook."""
+    """Show in a notebook what was drawn."""
     import matplotlib.pyplot as plt
 
     plt.show()

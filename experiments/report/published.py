@@ -14,16 +14,16 @@ AXES, EPOCHS = ("epoch", "seconds"), ("epoch",)
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels of one file; {axis} is epoch or seconds, {column} the value that tells a figure's columns apart."""
+    """Panels of one file; {axis} is epoch or seconds, {column} the value that distinguishes a figure's columns."""
 
     file: str
     panel: str  # with * where the metric is named
-    metrics: dict[str, str]  # of our runs -> what takes the place of *
+    metrics: dict[str, str]  # metric of our runs -> what replaces *
     axes: tuple[str, ...] = AXES
     paired: bool = False  # the point at epoch x stands for epochs x and x + 1
 
 
-# Files of one experiment in the order in which they are believed: a later one only adds series that are missing.
+# The files of one experiment, most reliable first: a later one only adds series that are missing.
 # Perplexities are the published code's, which our runs log under a name of their own.
 LOSS = {"train_loss": "train_loss"}
 ACCURACY, PERPLEXITY = LOSS | {"test_accuracy": "test_acc"}, LOSS | {"test_ppl_authors": "test_ppl"}

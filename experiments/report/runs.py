@@ -15,7 +15,7 @@ from experiments.report.names import counted, sorter_label
 from experiments.store.files import RESULTS
 from experiments.store.records import read_manifest, read_metrics
 
-HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's beside its curves
+HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's when its curves are drawn
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
 
@@ -56,7 +56,7 @@ class Group(Runs):
 
     @property
     def source(self) -> str:
-        """Data source, size and changed settings, as the folder has it: NJ-2017,epochs=10."""
+        """Data source, size and changed settings, as in the folder's name: NJ-2017,epochs=10."""
         return self.directory.name
 
     @cached_property
@@ -86,13 +86,13 @@ class Group(Runs):
         return list(dict.fromkeys(_variant(m) for m in self.manifests))
 
     def label(self, sorter: str) -> str:
-        if sorter == "riffle":  # the published code's order, as its figures have to say
+        if sorter == "riffle":  # the published code's order; figures must say so
             return "riffle (no balancing)"
         manifest = next(m for m in self.manifests if _variant(m) == sorter)
         return sorter_label(sorter, manifest["sorter_label"])
 
     def curve(self, sorter: str, metric: str) -> DataFrame:
-        """Mean, std (over seeds, as numpy has it) and mean elapsed seconds by epoch; only epochs with the metric."""
+        """Mean, std (over seeds, as in numpy) and mean elapsed seconds by epoch; only epochs that have the metric."""
         by_epoch = self._measured(sorter, metric).groupby("epoch")
         mean, std = by_epoch[metric].mean(), by_epoch[metric].std(ddof=0)
         return mean.to_frame("mean").assign(std=std, elapsed=by_epoch["elapsed"].mean())
@@ -108,21 +108,22 @@ class Group(Runs):
 
     @property
     def column(self) -> str | float | None:
-        """This group's value of the setting in `columns`. Embedded sentences are none of GLUE's datasets."""
+        """This group's value of the setting in `columns`. Embedded sentences do not count as a dataset of GLUE."""
         if self.columns == "task.dataset" and self.manifests[0]["data"]["embedded"]:
             return "embedded"
         return self.setting(self.columns)
 
     def setting(self, name: str) -> str | float | None:
-        """The same for all runs of a group, but for sorter and seed."""
+        """The value of a setting, which is the same for all runs of a group, except sorter and seed."""
         return self.manifests[0]["science"].get(name)
 
     @property
     def like_the_paper(self) -> bool:
-        """All of the paper's data, and its settings but perhaps fewer epochs: its curves may be drawn beside.
+        """Whether these runs have all of the paper's data and its settings (but perhaps fewer epochs), so that its
+        curves may be drawn beside them.
 
-        The folder's name tells which settings differ from the experiment's, which are the paper's. A model that was
-        trained on must come from runs with all of the paper's data and settings, and all epochs.
+        The folder's name tells which settings differ from the experiment's, which are the paper's. A model that is
+        fine-tuned must come from runs with all of the paper's data, settings and epochs.
         """
         changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
         linear = any(m["science"].get("task.schedule.kind") == "linear" for m in self.manifests)  # ends with the epochs
@@ -132,13 +133,13 @@ class Group(Runs):
         return own and changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
 
     def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
-        """Beside the paper's curves, perplexities are those that the published code computes."""
+        """Beside the paper's curves, perplexities are computed as in the published code."""
         return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
 
     @property
     def timed(self) -> bool:
-        """Whether the seconds mean anything: runs that shared a GPU took turns on it, and runs that trained together
-        have only the group's."""
+        """Whether the seconds are meaningful: runs that shared a GPU took turns on it, and for runs that trained
+        together only the group's time is known."""
         alone = all(m.get("replicas", 1) == 1 for m in self.manifests)
         return alone and all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
 
@@ -199,7 +200,7 @@ def without(source: str, setting: str | None) -> str:
 
 
 def _size(manifests: list[dict]) -> str:
-    """size paper; size quick; size paper with epochs=8, limit=12800."""
+    """For instance: size paper; size quick; size paper with epochs=8, limit=12800."""
     sizes = sorted({m.get("size", "paper") for m in manifests})
     names = [without(m["path"].parent.name, m.get("config", {}).get("columns")) for m in manifests]
     changed = dict.fromkeys(part for name in names for part in name.split(",")[1:])
@@ -207,7 +208,7 @@ def _size(manifests: list[dict]) -> str:
 
 
 def _machine(manifests: list[dict]) -> str:
-    """What the times were measured on, and whether runs had to share it."""
+    """The machine on which times were measured, and whether runs shared it."""
     devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
     most, together = max(map(_jobs, manifests)), max(m.get("replicas", 1) for m in manifests)
     at_a_time = f", up to {most} runs at a time" if most > 1 else ""
@@ -220,12 +221,12 @@ def _jobs(manifest: dict) -> int:
 
 
 def _variant(manifest: dict) -> str:
-    """The sorter and its changed options, as the run's folder has them."""
+    """The sorter and its changed options, as in the name of the run's folder."""
     return manifest["path"].name.rpartition("-s")[0]
 
 
 def _short(setting: str) -> str:
-    """As folder names have it."""
+    """A setting's name as in folder names."""
     return setting.removeprefix("task.")
 
 

@@ -1,6 +1,6 @@
 """What is more than chance over seeds? Means with Student's t intervals, paired t-tests, Holm's adjustment, slopes.
 
-scipy.stats takes as long to import as everything else here together: it is imported where it is used.
+Importing scipy.stats takes as long as everything else here together, so it is imported where it is used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its confidence interval; one seed says nothing about the spread. What is `counted`, not
-    measured, has neither seeds nor interval."""
+    """A mean over seeds with its confidence interval; one seed says nothing about the spread. A number that is
+    `counted`, not measured, has neither seeds nor interval."""
 
     mean: float
     low: float
@@ -52,7 +52,7 @@ def estimate(values: Sequence[float] | Estimate) -> Estimate:
 
 
 def counted(value: float) -> Estimate:
-    """A number that would be the same in every repetition."""
+    """An estimate of a number that would be the same in every repetition."""
     return Estimate(value, value, value, 0, counted=True)
 
 
@@ -68,8 +68,8 @@ def paired_p(differences: Sequence[float]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), …;
-    what could not be tested counts as 1."""
+    """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), … A p value
+    of NaN counts as 1."""
     import pandas as pd
 
     ascending = pd.Series(p_values, dtype=float).fillna(1.0).sort_values()
@@ -79,7 +79,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power_exponents(table: DataFrame, x: str, y: str) -> Series:
     """The exponent of y ∝ x^exponent by least squares on logarithms, one fit per seed.
 
-    Seeds are what repeats independently, so the uncertainty is the spread of their exponents, not that of the points
+    Seeds are the independent repetitions, so the uncertainty is the spread of their exponents, not that of the points
     around one line.
     """
     import pandas as pd

@@ -1,4 +1,4 @@
-"""Tables of runs: what groups of runs say, in Markdown."""
+"""Tables of runs, in Markdown."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HEADNOTE = (
     "Last epoch (validation accuracies: best epoch), mean ± std over seeds; differences and the two-sided t-test are "
     "paired over seeds. The paper's difference is that of its own curves' last points, on its own data."
 )
-# Further pairs, where the runs exist: what the published code really compares on M4 and WikiText-2, and we with it
+# Further pairs, if the runs exist: what the published code really compares on M4 and WikiText-2, and ours against it
 PAIRS = ((OURS, "riffle"), ("riffle", "d_rr,shared=True"))
 
 
 def summary(group: Group, metrics: tuple[str, ...], experiment: str) -> str:
     """Final metrics per sorter, epochs to D-RR's final loss, seconds per epoch, and who wins on each seed.
 
-    Beside the published code's form of a metric stands the metric itself.
+    A metric in the published code's form is shown together with the metric itself.
     """
     metrics = tuple(dict.fromkeys([*metrics, *(metric.removesuffix("_authors") for metric in metrics)]))
     notes = [group.caption() + ".", *_published_finals(experiment, metrics, group.column)]
@@ -110,7 +110,7 @@ def _paired(difference: Series, metric: str) -> dict[str, str]:
 
 
 def _compared(experiment: str, group: Group, metric: str) -> dict[str, str]:
-    """The last epoch's values; of validation accuracies the best, as in the paper's table."""
+    """The values of the last epoch; for validation accuracies of the best epoch, as in the paper's table."""
     read, first = group.best if metric.startswith("val_accuracy") else group.final, group.manifests[0]
     ours, baseline, columns = read(OURS, metric), read(BASELINE, metric), group.columns or "workers"
     paired = _paired(ours - baseline, metric)
@@ -129,7 +129,7 @@ def _compared(experiment: str, group: Group, metric: str) -> dict[str, str]:
 
 
 def _papers_difference(experiment: str, group: Group, metric: str) -> str:
-    """At the paper's last epoch. Our own metric is set beside the published code's form of it."""
+    """The paper's difference at its last epoch. Our own metric is compared with the published code's form of it."""
     theirs = metric if metric in published_metrics(experiment) else f"{metric}_authors"
     finals = _finals(experiment, theirs, group.column)
     return f"{finals['CD-GraB'] - finals['D-RR']:+.3g}" if {"CD-GraB", "D-RR"} <= set(finals) else "–"

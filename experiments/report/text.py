@@ -45,7 +45,7 @@ def minus(text: object) -> str:
 
 
 def mean_std(values: Series, digits: int, ddof: int = 0, sign: str = "") -> str:
-    """3.00 ± 0.82. One value has no spread; – where there is none."""
+    """For instance 3.00 ± 0.82. A single value has no spread; no value at all gives –."""
     if not len(values):
         return "–"
     spread = f" ± {values.std(ddof=ddof):.{digits}f}" if len(values) > 1 else ""

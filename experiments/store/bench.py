@@ -12,7 +12,7 @@ from experiments.store.records import write_manifest
 
 
 def folder() -> Path:
-    """results/bench, or what CDGRAB_BENCH names."""
+    """results/bench, or the folder named by CDGRAB_BENCH."""
     return Path(os.environ.get("CDGRAB_BENCH") or RESULTS / "bench")
 
 
@@ -26,7 +26,7 @@ def read_rows(name: str, missing_ok: bool = False) -> list[dict]:
 
 
 def read_manifests(name: str) -> dict[str, dict]:
-    """By device: on what machine, when and from which code its rows come."""
+    """By device: on which machine, when and with which code its rows were measured."""
     path = folder() / f"{name}.meta.json"
     return json.loads(path.read_text()) if path.exists() else {}
 

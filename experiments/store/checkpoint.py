@@ -20,13 +20,13 @@ from experiments.store.files import replacing
 
 FILE = "checkpoint.pt"
 FORMAT = b"cdgrab checkpoint 4 "
-BEFORE = f".{FILE}.old"  # for a moment, while checkpoints grow older
+BEFORE = f".{FILE}.old"  # exists for a moment, while checkpoints are renamed
 DAMAGED = "checkpoint.damaged"
 
 
 def save(directory: Path, content: dict, keep: int = 1) -> None:
-    """Either the old checkpoint or the whole new one is the newest, whenever the machine stops. The `keep` newest stay;
-    a disk that is full leaves the old ones as they were."""
+    """Whenever the machine stops, the newest checkpoint is either the old one or the complete new one. The `keep`
+    newest are kept; if the disk is full, the old ones stay as they were."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     payload = buffer.getbuffer()
@@ -41,9 +41,9 @@ def exists(directory: Path) -> bool:
 
 
 def load(directory: Path, say: Callable[[str], None] = warn, mend: bool = False) -> dict | None:
-    """The newest checkpoint that can be read, on the CPU; None when there is none. Says which newer one is damaged.
+    """The newest checkpoint that can be read, on the CPU; None if there is none. Reports newer ones that are damaged.
 
-    mend: put the damaged one aside, so that it takes no good one's place when those are aged.
+    mend: put damaged ones aside, so that they do not displace good ones later.
     """
     damaged = []
     for path in _paths(directory):
@@ -51,7 +51,7 @@ def load(directory: Path, say: Callable[[str], None] = warn, mend: bool = False)
             continue
         try:
             content = _read(path)
-        except Exception as error:  # whatever a damaged file makes of the reader
+        except Exception as error:  # a damaged file can raise nearly anything
             damaged.append(f"{path} ({first_line(error)[:100]})")
             continue
         if damaged:
@@ -85,15 +85,15 @@ def _paths(directory: Path) -> list[Path]:
 
 
 def _put_in_place(keep: int, new: Path, path: Path) -> None:
-    """There is a newest one all the time, and until it is replaced all the others are as they were."""
+    """There is a newest checkpoint at all times, and until it is replaced all others stay as they were."""
     directory, before = path.parent, path.parent / BEFORE
     names = [directory / FILE, *(directory / f"checkpoint.{age}.pt" for age in range(1, keep))]
     if keep > 1 and names[0].exists():
         before.unlink(missing_ok=True)
         try:
             os.link(names[0], before)
-        except OSError:  # a file system without second names
-            os.replace(names[0], before)  # which is found under this name too
+        except OSError:  # a file system without hard links
+            os.replace(names[0], before)  # `load` looks for this name too
     os.replace(new, names[0])
     for older in _paths(directory)[1:]:
         if older not in (names if keep == 1 else [*names, before]):
@@ -106,7 +106,7 @@ def _put_in_place(keep: int, new: Path, path: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Names are on the disk too, where directories can be synchronised."""
+    """Write the names to the disk too, if directories can be synchronised."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Files that are whole and on the disk, or as they were: whenever the machine stops, and when the disk is full."""
+"""Files that are either completely written or unchanged, even if the machine stops or the disk is full."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = ROOT / "results"
 
 @contextlib.contextmanager
 def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
-    """What is written in here becomes the file at its end. `put(new, path)` moves it there."""
+    """What is written in this context becomes the file when it ends. `put(new, path)` moves it there."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -31,7 +31,7 @@ def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Ite
 
 
 def append_line(path: Path, content: dict) -> None:
-    """On the disk before this returns. A disk that is full gets none of it rather than a part."""
+    """The line is on the disk before this returns. If the disk is full, nothing is written rather than a part."""
     line = (json.dumps(content) + "\n").encode()
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(handle).st_size
@@ -48,6 +48,6 @@ def append_line(path: Path, content: dict) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Either the old file or the whole new one is there, whenever the machine stops."""
+    """Whenever the machine stops, there is either the old file or the complete new one."""
     with replacing(path) as file:
         file.write(text.encode())

@@ -1,4 +1,4 @@
-"""One process at a time writes a run's folder. The lock goes with its process, however that ends."""
+"""One process at a time writes to a run's folder. The lock is released when its process ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = ".lock"
 
 @contextlib.contextmanager
 def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold the folder's lock, or refuse and name who does; `patience`: seconds to wait for a process that is ending."""
+    """Hold the folder's lock, or refuse and name its owner; patience: seconds to wait for a process that is ending."""
     if not fcntl:
         yield
         return
@@ -52,7 +52,7 @@ def _try(path: Path) -> int | None:
             warn(f"{path.parent} is on a file system without locks: start this run only once at a time")
         if _still_there(handle, path):
             break
-        os.close(handle)  # its owner removed it in between
+        os.close(handle)  # its owner has removed it in the meantime
     os.truncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     return handle

@@ -1,7 +1,7 @@
 """What is kept of runs, studies and benchmarks: a manifest, and lines of metrics.
 
-All manifests are of one kind: `begin` says what is being made, with which machine, versions and commit, and since when;
-`finish` how it ended. A run or study has a folder of its own with manifest.json and metrics.jsonl.
+All manifests have the same form: `begin` records what is being made, on which machine, with which versions and commit,
+and since when; `finish` records how it ended. A run or study has its own folder with manifest.json and metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "
 
 
 def begin(what: dict, before: dict | None = None) -> dict:
-    """The manifest of `what`, which begins now, or goes on after what the manifest `before` tells of."""
+    """The manifest of `what`, which begins now, or continues the one described by `before`."""
     return {"status": "running", **what, **environment(), "started": (before or {}).get("started", now())}
 
 
@@ -41,7 +41,7 @@ def write_manifest(path: Path, manifest: dict) -> None:
 
 
 def read_manifest(directory: Path) -> dict:
-    """The manifest of a folder; empty when there is none yet."""
+    """The manifest of a folder; empty if there is none yet."""
     path = directory / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -55,7 +55,7 @@ def read_manifest(directory: Path) -> dict:
 
 
 def now() -> str:
-    """The time, as manifests have it."""
+    """The time, in the format of manifests."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -63,7 +63,7 @@ def now() -> str:
 
 
 def append(directory: Path, line: dict) -> None:
-    """On the disk before this returns."""
+    """The line is on the disk before this returns."""
     append_line(directory / METRICS, line)
 
 
@@ -73,12 +73,12 @@ def rewrite(directory: Path, lines: Iterable[dict]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All complete lines; a torn last line (the run was killed while writing) is left out."""
+    """All complete lines; an incomplete last line (the run was killed while writing) is left out."""
     return list(itertools.takewhile(lambda line: line is not None, _lines(path)))
 
 
 def read_all_metrics(path: Path) -> list[dict]:
-    """Like `read_metrics`; but a damaged line with others after it is refused: they would be lost."""
+    """Like `read_metrics`, but refuses a damaged line before others, which would be lost."""
     lines = _lines(path)
     if None in lines[:-1]:
         raise CdgrabError(
@@ -113,9 +113,9 @@ def environment() -> dict:
 
 
 def git_commit() -> str | None:
-    """Short commit of the code, with + when tracked code differs from it; None outside a git checkout.
+    """The short commit of the code, with + if tracked code differs from it; None outside a git checkout.
 
-    CDGRAB_COMMIT says it for a copy of the code that has no repository, or not its own.
+    CDGRAB_COMMIT sets it for a copy of the code outside its own repository.
     """
     if stated := os.environ.get("CDGRAB_COMMIT"):
         return stated
@@ -135,7 +135,7 @@ def git_commit() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """The versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

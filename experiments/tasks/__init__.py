@@ -12,7 +12,7 @@ from cdgrab.checks import look_up, one_of
 from experiments.data.sources import Source
 from experiments.tasks.base import Task
 
-# a class, or where it is found: a run loads the data and models of its own task only
+# a class, or where to find it: a run imports the code of its own task only
 TASKS: dict[str, type[Task] | str] = {
     "cifar10": "experiments.tasks.cifar10:Cifar10",
     "glue": "experiments.tasks.glue:Glue",
@@ -29,7 +29,7 @@ def task_class(name: str) -> type[Task]:
 
 
 def locate_data(config: DictConfig) -> Source:
-    """Where a run with this config takes its data from."""
+    """The data source of a run with this config."""
     one_of("data", config.data, ("auto", "embedded"))
     source = task_class(config.task.name).locate(config.task, config.data, config.data_root)
     source.refuse_missing()

@@ -25,12 +25,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Task:
-    """A task has a `dataset` or a `locate` of its own, and a constructor that sets `data` and `model`, and others of
-    these attributes where the defaults are not right; it implements `loss`, `measure` and `metrics`, or is a
-    `Classification`.
+    """A task has a `dataset` or its own `locate`, and a constructor that sets `data`, `model`, and other attributes
+    below if their defaults do not fit. It implements `loss`, `measure` and `metrics`, or is a `Classification`.
 
-    Parameters travel as a dict of named tensors: `model` is used as a function and holds no state of the run. What a
-    worker hands on from one unit to the next (a recurrent state) is its `carry`, a tuple of tensors, empty for most.
+    Parameters are passed as a dict of named tensors: `model` is used as a function and holds no state of the run. What
+    a worker passes on from one unit to the next (a recurrent state) is its `carry`, a tuple of tensors, mostly empty.
     """
 
     name: str
@@ -38,12 +37,12 @@ class Task:
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
 
-    data: dict[str, tuple[Tensor, ...]]  # of the splits train and test, tensors [units, ...]: what `fetch` draws on
+    data: dict[str, tuple[Tensor, ...]]  # by split (train, test): the tensors [units, ...] that `fetch` reads
     model: nn.Module
-    # Like `loss` for n workers with parameters of their own: the first dimension of everything is n. For tasks that are
-    # trained by backward passes: the workers of several runs then take one pass on a GPU.
+    # Like `loss`, for n workers with their own parameters: the first dimension of everything is n. For tasks that are
+    # trained by backward passes: on a GPU, all workers of several runs then need only one pass.
     losses: Callable[..., tuple[Tensor, tuple]] | None = None
-    train_labels: Tensor | None = None  # classes of the training units, where they have any
+    train_labels: Tensor | None = None  # classes of the training units, if they have any
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:
         refuse(list(complaints(OmegaConf.create({"task": config}), self.checks()).values()))
@@ -51,7 +50,7 @@ class Task:
 
     @classmethod
     def checks(cls) -> dict[str, Check]:
-        """What its own settings must be, by their full names."""
+        """Checks of its own settings, by their full names."""
         return {f"task.{key}": check for key, check in cls.settings.items()}
 
     @classmethod
@@ -60,7 +59,7 @@ class Task:
         return cls.dataset.locate(data, root)
 
     def load(self, *options: object) -> object:
-        """What the dataset reads from the source, where the files' checksums are noted."""
+        """What the dataset reads from the source. Stores the files' checksums in the source."""
         loaded, checksums = self.dataset.load(self.source, *options)
         self.source.checksums.update(checksums)
         return loaded
@@ -76,7 +75,7 @@ class Task:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Counts for the manifest; "all" is the one that captions give."""
+        """Counts for the manifest; captions show "all"."""
         return {"all": self.train_units + self.test_units, "train": self.train_units, "test": self.test_units}
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +83,7 @@ class Task:
         return tuple(tensor[indices] for tensor in self.data[split])
 
     def apply(self, parameters: dict[str, Tensor], *inputs: object) -> Tensor | tuple:
-        """What the model with these parameters makes of the inputs."""
+        """The model's output for these inputs, with these parameters."""
         return functional_call(self.model, parameters, inputs)
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple[Tensor, ...], *batch: Tensor) -> tuple[Tensor, tuple]:
@@ -92,7 +91,7 @@ class Task:
         raise NotImplementedError
 
     def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        """Sums over `units` [n] by name, from which `metrics` are made."""
+        """Sums over `units` [n] by name, from which `metrics` are computed."""
         raise NotImplementedError
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
@@ -100,7 +99,7 @@ class Task:
         raise NotImplementedError
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        """What is measured on `units` [n], those of one or more workers, a few at a time in memory."""
+        """What is measured on `units` [n] of one or more workers, with a few units in memory at a time."""
         at_once = self.evaluated_at_once or max(1, len(units))
         return add_totals([self.measure(split, parameters, some) for some in units.split(at_once)])
 
@@ -116,8 +115,8 @@ class Task:
     def partition(self, permutation: Tensor, seed: int = 0) -> Tensor:
         """Which units each worker owns, LongTensor [workers, units per worker]: an equal split.
 
-        The units % workers left over are not trained on. random: dealt out by `permutation`; contiguous: in file
-        order, as the published code does; dirichlet: every worker with its own mix of classes. `truncate` drops units
+        The units % workers left over are not trained on. random: distributed by `permutation`; contiguous: in file
+        order, as in the published code; dirichlet: every worker has its own mix of classes. `truncate` drops units
         until every worker has an even number of full steps.
         """
         units, workers = self.train_units, self.workers
@@ -135,7 +134,7 @@ class Task:
 
 
 class Classification(Task):
-    """The last tensor of `data` is the class of a unit; `model` makes logits [..., classes] of the others."""
+    """The last tensor of `data` holds the classes; `model` maps the others to logits [..., classes]."""
 
     def loss(self, parameters: dict[str, Tensor], carry: tuple, *batch: Tensor) -> tuple[Tensor, tuple]:
         *inputs, labels = batch
@@ -157,9 +156,9 @@ class Classification(Task):
 
 
 def joined(tasks: Sequence[Task]) -> tuple[Task, list[int]]:
-    """One task that fetches the training units of all, and the number at which each one's units begin there.
+    """One task that fetches the training units of all, and the offset of each task's units in it.
 
-    Seeds may split the data differently. Where they don't, all share that of the first."""
+    Seeds may split the data differently. If they don't, all share the data of the first."""
     first = tasks[0]
     columns = [task.data["train"] for task in tasks] if len(tasks) > 1 else [()]
     if all(same_tensors(column, columns[0]) for column in columns[1:]):

@@ -12,10 +12,10 @@ WIDTHS, BLOCKS, GROUPS = (64, 128, 256, 512), 2, 32  # of the ResNet
 
 
 class Convolve(torch.autograd.Function):
-    """`F.conv2d` whose gradients of the filters are matrix products with the patches of the images.
+    """`F.conv2d` with the filters' gradients computed as matrix products with the patches of the images.
 
-    Example by example, under vmap, these are batched matrix products. PyTorch's own are a convolution with as many
-    groups as examples, which takes longer by a fifth on a CPU.
+    Under vmap, example by example, these are batched matrix products. PyTorch itself uses a convolution with as many
+    groups as examples, which takes a fifth longer on a CPU.
     """
 
     generate_vmap_rule = True
@@ -55,8 +55,8 @@ def image_patches(images: Tensor, size: int) -> Tensor:
 def lenet() -> nn.Module:
     """Images [..., 3, 32, 32] with at most one leading dimension -> logits [..., 10]; 62,006 parameters.
 
-    Pooling comes before ReLU, which gives the same numbers from a quarter of the values. The third convolution, 5 x 5
-    on what is 5 x 5 by then, is written as the linear layer that it is.
+    Pooling comes before ReLU: the same numbers, computed from a quarter of the values. The third convolution, 5 x 5 on
+    an input of 5 x 5, is written as the linear layer that it is.
     """
     return nn.Sequential(
         *(Convolution(3, 6, 5), nn.MaxPool2d(2), nn.ReLU()),
@@ -73,7 +73,7 @@ def linear() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Of a ResNet: two convolutions beside a short cut."""
+    """A block of a ResNet: two convolutions and a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """Images [..., 3, height, width] with at most one leading dimension -> logits [..., 10].
 
-    Normalised over groups of channels: gradients of single examples need a model in which examples do not mix, as they
-    would in batch normalisation.
+    Normalised over groups of channels: gradients of single examples need a model that does not mix examples, as batch
+    normalisation would.
     """
 
     def __init__(self) -> None:

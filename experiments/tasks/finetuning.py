@@ -1,4 +1,4 @@
-"""Tiny GPT-2, trained on some text, becomes a classifier: finding the checkpoint, its tokens, and the head."""
+"""Turns a trained Tiny GPT-2 into a classifier: finds the checkpoint, tokenises sentences, adds the head."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 RUNS = Path(__file__).resolve().parents[2] / "results" / "runs" / "gpt2_wiki103"
-LINE_END = "\n"  # what sentences end with in the text that the model has read
+LINE_END = "\n"  # how sentences end in the text that the model was trained on
 TEXTS_AT_ONCE = 10_000
 Texts = list[tuple[str, ...]]
 
 
 class Classifier(nn.Module):
-    """Tokens [..., time] and the position of the last one that is no padding [...] -> logits [..., classes].
+    """Tokens [..., time] and the position of the last one that is not padding [...] -> logits [..., classes].
 
     The head reads the hidden state of that token, as `transformers`' GPT2ForSequenceClassification does.
     """
@@ -49,7 +49,7 @@ class Classifier(nn.Module):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model, its tokenizer and the run that they come from."""
+    """A model, its tokenizer, and the run that trained it."""
 
     directory: Path
     model: TinyGpt2
@@ -64,8 +64,8 @@ class Pretrained:
     def tokenise(self, texts: Texts, texts_key: dict) -> tuple[np.ndarray, np.ndarray]:
         """Token numbers int32 [texts, time], padded with 0, and the position of each text's last token, int64 [texts].
 
-        A line end follows every sentence. What is longer than the model's context loses the ends of its sentences,
-        the longer one first. `texts_key` names the texts in the cache.
+        A line end follows every sentence. Texts longer than the model's context are cut at the ends of their sentences,
+        the longer sentence first. `texts_key` names the texts in the cache.
         """
         context = self.model.body.positions.num_embeddings
         tokenizer = hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
@@ -75,8 +75,8 @@ class Pretrained:
 
 
 def load_pretrained(directory: str | None, sorter: str, seed: int, size: str, source: Source) -> Pretrained:
-    """From a run's folder, or from the newest finished run of this sorter, seed and size. Runs on embedded text are for
-    embedded sentences, and the others for files."""
+    """From a run's folder, or from the newest finished run of this sorter, seed and size. Embedded sentences use runs
+    on embedded text, and files use the others."""
     if directory:
         found = Path(directory)
     else:
@@ -120,7 +120,7 @@ def _tokenise(texts: Texts, tokenizer: Tokenizer, context: int) -> dict[str, np.
 
 
 def fitted(parts: list[list[int]], context: int) -> list[int]:
-    """All parts one after the other, at most `context` tokens: the longest part loses the token before its last."""
+    """All parts concatenated, at most `context` tokens: tokens before the last one of the longest part are dropped."""
     parts = list(parts)
     while sum(map(len, parts)) > context:
         longest = max(range(len(parts)), key=lambda part: len(parts[part]))

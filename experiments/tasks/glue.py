@@ -1,8 +1,8 @@
 """GLUE: sentences, or pairs of them, are classified (paper: Table 1).
 
-Two encoders. `tiny_gpt2`, the paper's: the language model that the GPT-2 experiment of the same sorter leaves behind,
-trained on as a whole with a classification head. `frozen`, that of an earlier version of the paper: a sentence encoder
-that stays as it is; only the linear head on its outputs, which are computed once, is trained.
+There are two encoders. `tiny_gpt2`, as in the paper: the language model from the GPT-2 experiment with the same sorter
+is fine-tuned as a whole, with a classification head. `frozen`, as in an earlier version of the paper: a sentence
+encoder is kept as it is; its outputs are computed once, and only a linear head on them is trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Texts = dict[str, list[tuple[str, ...]]]  # by split
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder makes of the texts: the model's inputs by split, tensors [rows, ...] each, and the model."""
+    """The output of an encoder: the model's inputs by split, tensors [rows, ...] each, and the model."""
 
     inputs: dict[str, tuple[Tensor, ...]]
     build_model: Callable[[], nn.Module]  # inputs -> logits [..., classes]
@@ -68,7 +68,7 @@ class Glue(Classification):
         self.model = initialised(encoded.build_model, seed, config.dtype, device)
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
-        """`val_accuracy_mm` is that of MNLI's mismatched part, which no other dataset has."""
+        """`val_accuracy_mm` is the accuracy on MNLI's mismatched part, which no other dataset has."""
         named = super().metrics(train, test)
         metrics = {name.replace("test_", "val_"): value for name, value in named.items()}
         if test["count_mm"]:

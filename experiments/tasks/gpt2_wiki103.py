@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SIZES = ("context", "width", "layers", "heads")
-SCORE_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of scores held at once in evaluation, by kind of device; twice in passing
+SCORE_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of scores in memory during evaluation; for a moment twice as much
 
 
 class Gpt2Wiki103(Task):
-    """Units are blocks of `context` tokens. Inside a block every token but the first is predicted from those before.
+    """Units are blocks of `context` tokens. Every token of a block but the first is predicted from those before it.
 
     The second split is the text's validation part (which the published code calls test): its metrics are named so.
     """
@@ -81,12 +81,12 @@ class Gpt2Wiki103(Task):
 
 
 def blocks_at_once(device: torch.device, context: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """How many blocks' scores fit into SCORE_BYTES; at least one."""
+    """The number of blocks whose scores fit into SCORE_BYTES; at least one."""
     return max(1, SCORE_BYTES[device.type] // (context * vocabulary * dtype.itemsize))
 
 
 def pretrained(directory: Path, data: str = "auto", root: str | None = None) -> tuple[TinyGpt2, Tokenizer]:
-    """The model that a run left in its folder, and the tokenizer of its text, which is looked for as in the run."""
+    """The model that a run left in its folder, and the tokenizer of its text, which is located as in the run."""
     content = checkpoint.load(directory)
     if content is None:
         raise CdgrabError(f"{directory} holds no checkpoint of Tiny GPT-2; `make reproduce-gpt2-wiki103` leaves one")

@@ -62,6 +62,7 @@ class LrHmda(Task):
 
     def _losses(self, parameters: dict[str, Tensor], features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.apply(parameters, features).squeeze(-1)
-        # Binary cross-entropy in few operations. Softplus turns linear at its threshold: at 50 nobody can tell.
+        # Binary cross-entropy in few operations. Softplus is linear above its threshold: at 50 the difference is below
+        # rounding.
         losses = F.softplus(logits, threshold=50.0) - labels * logits
         return losses, logits

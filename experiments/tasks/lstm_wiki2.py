@@ -35,8 +35,8 @@ class TiedLstm(nn.Module):
 class TiedOutput(torch.autograd.Function):
     """Outputs [n, words, hidden], embeddings [n, vocabulary, hidden], targets [n, words] -> mean losses [n].
 
-    The output layer and its cross-entropy in one: scores for the whole vocabulary are what a step writes most of, and
-    here they are written three times instead of five.
+    The output layer and its cross-entropy in one function. Most of what a step writes are scores for the whole
+    vocabulary; here they are written three times instead of five.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class TiedOutput(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         outputs, embeddings, targets, scores = context.saved_tensors
-        differences = scores.exp_()  # nobody needs them any more
+        differences = scores.exp_()  # in place: the scores are not needed any more
         differences.scatter_add_(-1, targets[..., None], -torch.ones_like(targets[..., None], dtype=scores.dtype))
         scale = (gradient / targets.shape[-1])[:, None, None]
         return (differences @ embeddings) * scale, (differences.mT @ outputs) * scale, None
@@ -56,7 +56,7 @@ class TiedOutput(torch.autograd.Function):
 
 def lstm_layer(inputs: Tensor, hidden: Tensor, cell: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """One layer of n LSTMs: inputs [n, time, columns, hidden], states [n, columns, hidden]; weights as in nn.LSTM, with
-    n in front. Returns the outputs and the last states."""
+    a first dimension n. Returns the outputs and the last states."""
     from_inputs, from_hidden, *biases = weights
     gates = inputs.flatten(1, 2) @ from_inputs.mT + sum(biases)[:, None]
     gates, outputs = gates.unflatten(1, inputs.shape[1:3]), []
@@ -81,11 +81,11 @@ def _contiguous(key: str, value: object) -> None:
 
 
 class LstmWiki2(Task):
-    """The training text stands in `batch` columns, of which every worker owns a block of neighbours. Units are chunks:
-    `chunk_length` words of each of the worker's columns, numbered worker by worker in the order of the text.
+    """The training text is laid out in `batch` columns, and every worker owns a block of neighbouring ones. Units are
+    chunks: `chunk_length` words of each of the worker's columns, numbered worker by worker in the order of the text.
 
-    The state after a chunk is handed to the chunk visited next, wherever that one stands in the text, as in the
-    published code. Evaluation reads the text in its own order.
+    As in the published code, the state after a chunk is passed on to the chunk visited next, wherever that is in the
+    text. Evaluation reads the text in its own order.
     """
 
     name, dataset = "lstm_wiki2", wikitext
@@ -99,7 +99,7 @@ class LstmWiki2(Task):
         corpus = self.load()
 
         def columns(text: np.ndarray, count: int) -> Tensor:
-            """[count, length]; the words left over at the end are dropped."""
+            """[count, length]; leftover words at the end are dropped."""
             return torch.as_tensor(text[: len(text) // count * count], dtype=torch.long, device=device).view(count, -1)
 
         train, test = columns(corpus.train, config.batch), columns(corpus.test, config.test_columns)

@@ -45,7 +45,7 @@ class MlpM4(Task):
         self.model = initialised(lambda: mlp(config.window_in, config.hidden), seed, config.dtype, device)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
-        """What goes in, and what should come out."""
+        """Inputs and targets."""
         found, cut = super().fetch(split, indices), self.config.window_in
         return found if split == "test" else (found[0][..., :cut], found[0][..., cut:])
 
@@ -67,7 +67,7 @@ class MlpM4(Task):
         return {"train_loss": train["squares"] / train["count"], "test_smape": test["smape"] / test["count"]}
 
     def _forecast(self, parameters: dict[str, Tensor], past: Tensor, steps: int) -> Tensor:
-        """One value at a time, each forecast becoming an input of the next."""
+        """One value at a time; each forecast becomes an input of the next."""
         forecasts = []
         for _ in range(steps):
             forecasts.append(self.apply(parameters, past))

@@ -1,4 +1,5 @@
-"""Which units a worker owns when the workers' data differ: label-skewed, by Dirichlet-distributed shares of classes."""
+"""Which units a worker owns when the workers' data differ: shares of classes are drawn from a Dirichlet distribution
+(Hsu, Qi, Brown 2019, arXiv 1909.06335), but all workers get equally many units."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from cdgrab.sparsify.partitions import whole_numbers
 def label_skewed(labels: Tensor, workers: int, units: int, alpha: float, permutation: Tensor, seed: int) -> Tensor:
     """LongTensor [workers, units], no unit twice: every worker gets its own mix of classes.
 
-    A worker's wanted mix is drawn from a Dirichlet distribution with mean the mix of all data and concentration
-    alpha × classes (alpha per class where classes are equally frequent): large alpha gives everybody the mix of all
-    data, small alpha few classes each. Within a class units are dealt out by `permutation`.
+    The mix that a worker asks for is drawn from a Dirichlet distribution, whose mean is the mix of all data and whose
+    concentration is alpha × classes (alpha per class if classes are equally frequent). With a large alpha every worker
+    gets the mix of all data, with a small one few classes. Within a class, `permutation` decides who gets which units.
     """
     classes, sizes = np.unique(labels.numpy(), return_counts=True)
     wanted = dirichlet(alpha * sizes / sizes.mean(), workers, streams.stream(seed, "partition", 1))
     counts = class_counts(wanted, sizes, units)
     by_class = [permutation[labels[permutation] == label] for label in classes.tolist()]
-    columns = np.vstack([counts, sizes - counts.sum(0)]).T.tolist()  # the last part goes to nobody
+    columns = np.vstack([counts, sizes - counts.sum(0)]).T.tolist()  # the last row: units that no worker gets
     dealt = [of_one.split(column) for of_one, column in zip(by_class, columns, strict=True)]
     place = torch.empty_like(permutation)
     place[permutation] = torch.arange(len(permutation))
@@ -30,9 +31,9 @@ def label_skewed(labels: Tensor, workers: int, units: int, alpha: float, permuta
 
 
 def dirichlet(concentrations: np.ndarray, rows: int, draws: np.random.Generator) -> np.ndarray:
-    """[rows, classes], every row one draw; also for concentrations so small that gamma variables underflow.
+    """[rows, classes], every row one draw. Works also for concentrations so small that gamma variables underflow.
 
-    In logarithms, by gamma(a) = gamma(a + 1) · uniform^(1/a).
+    Computed in logarithms, with gamma(a) = gamma(a + 1) · uniform^(1/a).
     """
     shape = (rows, len(concentrations))
     logarithms = np.log(draws.gamma(concentrations + 1, size=shape)) + np.log(draws.random(shape)) / concentrations
@@ -42,29 +43,29 @@ def dirichlet(concentrations: np.ndarray, rows: int, draws: np.random.Generator)
 def class_counts(wanted: np.ndarray, sizes: np.ndarray, units: int) -> np.ndarray:
     """How many units of each class a worker gets, [workers, classes]: rows sum to `units`, columns to at most `sizes`.
 
-    wanted [workers, classes] are shares. Where a class is wanted more often than it is there, it is shared out in
-    proportion to the wishes, and who went short wishes again among the classes that are left.
+    wanted [workers, classes] are shares. If the workers ask for more of a class than there is, it is divided in
+    proportion to what they ask for; workers that got too few choose again among the remaining classes.
     """
     counts = np.zeros(wanted.shape, dtype=np.int64)
     while (open_units := units - counts.sum(1)).any():
         left = sizes - counts.sum(0)
         shares = np.where(left > 0, wanted, 0.0)
-        hopeless = shares.sum(1) <= 0  # wants only what is gone: takes what is there
+        hopeless = shares.sum(1) <= 0  # its classes are used up: it takes any that remain
         shares[hopeless] = left
-        wishes = np.stack([apportion(row, total) for row, total in zip(shares, open_units, strict=True)])
-        for label in np.flatnonzero(wishes.sum(0) > left):
-            wishes[:, label] = apportion(wishes[:, label], left[label])
-        counts += wishes
+        asked = np.stack([apportion(row, total) for row, total in zip(shares, open_units, strict=True)])
+        for label in np.flatnonzero(asked.sum(0) > left):
+            asked[:, label] = apportion(asked[:, label], left[label])
+        counts += asked
     return counts
 
 
 def class_shares(owned: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Each worker's mix of classes as it came out, [workers, classes], and the mix of all data, [classes]."""
+    """The actual mix of classes of each worker, [workers, classes], and the mix of all data, [classes]."""
     classes, overall = np.unique(labels.numpy(), return_counts=True)
     counts = (labels[owned].numpy()[..., None] == classes).sum(1)
     return counts / owned.shape[1], overall / len(labels)
 
 
 def apportion(shares: np.ndarray, total: int) -> np.ndarray:
-    """`total` in whole numbers in proportion to `shares`, by largest remainders."""
+    """`total` divided into whole numbers in proportion to `shares`, by largest remainders."""
     return whole_numbers(total * shares / shares.sum() if total else np.zeros(len(shares)), total)

@@ -1,4 +1,4 @@
-"""What a setting must be. Checks are collected, so that all that is wrong is said at once."""
+"""Checks of settings. Complaints are collected, so that everything wrong is reported at once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def one_of(*allowed: object) -> Check:
 
 
 flag = one_of(True, False)
-limit = whole(1, optional=True)  # at most so many; null: all
+limit = whole(1, optional=True)  # at most this many; null: all
 share = number(above=0.0, below=1.0)
 
 
 def text(key: str, value: object) -> None:
-    """Or null."""
+    """Text, or null."""
     if value is not None and not isinstance(value, str):
         raise CdgrabError(f"{key} must be text, got {value!r}")
 

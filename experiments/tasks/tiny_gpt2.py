@@ -1,7 +1,7 @@
 """Tiny GPT-2: a GPT-2 of two small layers, written in plain tensor operations.
 
-Not `transformers`' own model (which the tests hold it equal to): its attention masks and output objects are made anew
-in every call, which `torch.func.vmap`, tracing and captured GPU steps take badly or not at all.
+`transformers`' own model (to which the tests compare it) makes attention masks and output objects in every call, which
+is slow or impossible with `torch.func.vmap`, tracing and captured GPU steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Body(nn.Module):
                 nn.init.normal_(module.weight, std=SPREAD)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:  # what is added to the residual stream grows with the number of additions
+        for block in self.blocks:  # smaller weights, since the residual stream grows with the number of additions
             for projection in (block.attention.output, block.contract):
                 nn.init.normal_(projection.weight, std=SPREAD / math.sqrt(2 * layers))
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """The same numbers from elementary operations: TorchScript cannot trace the gradient of PyTorch's own."""
+    """The same numbers from elementary operations: TorchScript cannot trace the gradient of PyTorch's LayerNorm."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         centred = hidden - hidden.mean(-1, keepdim=True)
@@ -81,7 +81,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class CausalAttention(nn.Module):
-    """Every position looks at itself and at those before it. Padding after a text therefore changes nothing in it."""
+    """Every position attends to itself and to those before it, so that padding after a text has no effect on it."""
 
     future: Tensor
 

@@ -1,4 +1,4 @@
-"""Where a run's time goes."""
+"""How a run's time is divided among its phases."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ PHASES = ("data", "gradients", "communication", "ordering", "optimiser", "evalua
 
 
 class Clock(list):
-    """Marks (phase, time at which it ended), in order. On a GPU that is the time of the host: kernels run on.
+    """Marks (phase, time at which it ended), in order. On a GPU this is the host's time: kernels may still be running.
 
-    Training steps append their marks themselves: a call per phase and step is what small models would notice.
+    Training steps append their marks directly: one more call per phase and step would slow small models down.
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        """seconds: what was counted before."""
+        """seconds: by phase, from before an interruption."""
         super().__init__([("start", perf_counter())])
         self._before = dict.fromkeys(PHASES, 0.0) | (seconds or {})
 
     def lap(self, phase: str) -> None:
-        """All time since the last mark belongs to this phase."""
+        """Assign all time since the last mark to this phase."""
         self.append((phase, perf_counter()))
 
     @property

@@ -1,9 +1,9 @@
 """Turn a small tensor function into one that costs little Python per call.
 
 Small models are bound by the interpreter: vmap(grad) of logistic regression takes 1.5 ms a step in eager mode, of
-which the arithmetic is 1 %. The function is traced once per input shape into plain tensor operations (which removes
-autograd and vmap), and on the CPU run by the TorchScript interpreter (which removes Python). Same operations in the
-same order, hence the same numbers; no C++ compiler is needed, as torch.compile would.
+which arithmetic is 1 %. The function is traced once per input shape into plain tensor operations (which removes
+autograd and vmap), and on a CPU run by the TorchScript interpreter (which removes Python). The operations and their
+order stay the same, hence the numbers too. Unlike torch.compile, this needs no C++ compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Compiled:
-    """`function` of tensors (positional, fixed number) to a tuple of tensors, traced on first use of each shape."""
+    """`function` takes a fixed number of tensors and returns a tuple of tensors. It is traced once per shape."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], enabled: bool = True) -> None:
         self.function, self.enabled = function, enabled
@@ -63,7 +63,7 @@ def captured(function: Callable[[], None], device: torch.device) -> Callable[[],
 
 
 def side_by_side(functions: list[Callable], device: torch.device) -> list:
-    """The results of all functions; on a GPU each runs on a stream of its own, since small kernels leave room."""
+    """The results of all functions. On a GPU each runs in its own stream, since small kernels leave room for others."""
     if device.type != "cuda":
         return [function() for function in functions]
     here, results = torch.cuda.current_stream(device), []
@@ -85,7 +85,7 @@ def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
             return graph
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # TorchScript announces its retirement; the plain graph is the fallback
+                warnings.simplefilter("ignore")  # TorchScript is deprecated; the plain graph is the fallback
                 return torch.jit.trace(graph, inputs, check_trace=False)
         except (RuntimeError, AttributeError) as error:
             logging.getLogger("cdgrab").warning("steps run without TorchScript, several times slower: %s", error)
@@ -96,9 +96,8 @@ _RESHAPES = {aten.view.default, aten.expand.default, aten._unsafe_view.default, 
 
 
 def simplify(graph: torch.fx.GraphModule) -> None:
-    """Remove what vmap leaves behind: operations that do nothing, and matrix products that are outer products.
-
-    Every rewrite keeps the numbers to the last bit.
+    """Simplify what vmap leaves behind: remove operations that do nothing, and replace matrix products that are outer
+    products. No rewrite changes a single bit of the numbers.
     """
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
@@ -114,7 +113,7 @@ def simplify(graph: torch.fx.GraphModule) -> None:
 
 
 def _simpler(node: torch.fx.Node, graph: torch.fx.Graph) -> torch.fx.Node | None:
-    """A node that gives the same as `node` for less, or None."""
+    """A cheaper node with the same result as `node`, or None."""
     if node.target in _RESHAPES:
         before, after = node.args[0].meta["val"], node.meta["val"]
         unchanged = before.shape == after.shape and before.stride() == after.stride()

@@ -57,10 +57,10 @@ DEPLOYMENT = {
     "task.state",  # the data source that it leads to counts instead
 }
 
-# What runs that say nothing about it had: it is left out, so that runs from before it existed are still the same runs.
+# Values from before these settings existed. They are left out, so that runs from then are still the same runs.
 UNSAID = {"sparsifier.name": "dense", "task.model": "lenet", "task.test_chunks": None}
 
-# Which runs make up an experiment and how they are drawn: says nothing about a single run.
+# Which runs make up an experiment, and how they are drawn: irrelevant to a single run.
 PLANS = ("task.presets.", "seeds.", "sweeps.", "columns", "candidates")
 
 
@@ -74,12 +74,12 @@ class Run:
 
     @property
     def size(self) -> str:
-        """paper, too, when another size has the same settings."""
+        """The size; `paper` also if another size has the same settings."""
         return _effective_size(self.config, self.source)
 
     @property
     def settings(self) -> dict:
-        """The configuration, without the defaults that the task's own yaml does not name."""
+        """The configuration, without defaults that the task's own yaml does not mention."""
         tree = OmegaConf.to_container(self.config, resolve=True)
         own = _own_settings("task", self.config.task.name)
         unsaid = [k for k, v in _task_defaults().items() if k not in own and tree["task"].get(k) == v]
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def science(self) -> dict:
-        """The flat settings that decide the result; two runs with the same are the same run."""
+        """The flat settings that decide the result: runs that agree in them are the same run."""
         flat = flatten(self.settings)
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         kept = {k: v for k, v in kept.items() if k not in UNSAID or UNSAID[k] != v}
@@ -95,7 +95,7 @@ class Run:
 
 
 def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
-    """Refuse to go on with results of other settings. Settings that did not exist when they were stored don't count."""
+    """Refuse to continue a run with other settings. Settings that did not exist when it was stored don't count."""
     if not isinstance(stored, dict):
         raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
     unsaid = UNSAID | flatten({"task": _task_defaults()})
@@ -112,9 +112,9 @@ def choices(group: str) -> list[str]:
 
 
 def compose(overrides: list[str]) -> Run:
-    """The run that these Hydra overrides describe, checked: all that is wrong is said in one sentence.
+    """The run that these Hydra overrides describe, checked: one sentence reports everything that is wrong.
 
-    The task's presets for this size, and for embedded data or files, apply first; explicit overrides win.
+    The task's presets for this size, and for embedded data or files, are applied first; explicit overrides win.
     """
     config = compose_config(overrides)
     try:
@@ -133,12 +133,12 @@ def compose(overrides: list[str]) -> Run:
 
 
 def compose_config(overrides: list[str], name: str = "config", hydras_own: bool = False) -> DictConfig:
-    """configs/<name>.yaml with these Hydra overrides; `hydras_own`: Hydra's settings too."""
+    """configs/<name>.yaml with these Hydra overrides; `hydras_own`: with Hydra's own settings."""
     check_choices(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            # a setting of a task may be named with a +, as where it has no default
+            # a task's setting may be written with a +, as if it had no default
             named = ["+" + o if o.startswith("+task.") else o for o in overrides]
             return hydra_compose(name, named, return_hydra_config=hydras_own)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -146,7 +146,7 @@ def compose_config(overrides: list[str], name: str = "config", hydras_own: bool 
 
 
 def one_line(error: Exception) -> str:
-    """What Hydra and OmegaConf say in several."""
+    """The message of Hydra or OmegaConf, which often has several lines, in one."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
@@ -157,7 +157,7 @@ REGISTRIES = {"task": TASKS, "sorter": SORTERS, "sparsifier": SPARSIFIERS}
 
 @cache
 def _task_defaults() -> dict:
-    """What a task has where its own yaml says nothing."""
+    """A task's settings where its own yaml says nothing."""
     return OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml").task, resolve=False)
 
 
@@ -183,7 +183,7 @@ def _loaded(path: Path) -> dict:
 
 
 def _store_extensions() -> None:
-    """Let Hydra know the classes that are registered without a yaml in configs/."""
+    """Tell Hydra about classes that are registered without a yaml in configs/."""
     load_extensions()
     for group, registry in REGISTRIES.items():
         for name in registry:
@@ -192,14 +192,14 @@ def _store_extensions() -> None:
 
 
 def _in_own_order(task: DictConfig) -> dict:
-    """The task's settings as its own yaml has them, then the defaults: names of folders follow that order."""
+    """The task's settings in the order of its own yaml, then the defaults: folder names follow this order."""
     tree = OmegaConf.to_container(task, resolve=False)
     own = _own_settings("task", tree["name"]) if tree.get("name") in choices("task") else {}
     return {key: tree[key] for key in own if key in tree} | tree
 
 
 def check_choices(overrides: list[str]) -> None:
-    """Refuse unknown names, and words that are no settings, before Hydra says so in several lines."""
+    """Refuse unknown names, and words that are not settings, in one line; Hydra would take several."""
     _store_extensions()
     refuse([complaint for override in overrides if (complaint := _unknown(override))])
 
@@ -236,7 +236,7 @@ def _presets(config: DictConfig, source: Source) -> dict:
 
 
 def _apply(presets: dict, config: DictConfig, overrides: list[str]) -> None:
-    """Put presets into a composed configuration, except where an override says something else, and resolve it."""
+    """Apply presets to a composed configuration, except where an override says otherwise, and resolve it."""
     explicit = {override.partition("=")[0].lstrip("+") for override in overrides}
     for key, value in presets.items():
         if key not in explicit:
@@ -246,7 +246,7 @@ def _apply(presets: dict, config: DictConfig, overrides: list[str]) -> None:
 
 @cache
 def _experiments_own(groups: tuple[str, ...]) -> DictConfig:
-    """What these config groups say by themselves. Not to be changed: many runs are compared with it."""
+    """The settings of these config groups alone. The result is shared: do not change it."""
     return compose_config(list(groups))
 
 
@@ -259,12 +259,12 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
         return Path(config.run_dir)
     groups = [o for o in overrides if o.partition("=")[0] in GROUPS]
     plain = copy.deepcopy(_experiments_own(tuple(groups)))
-    plain.size = config.size  # settings that follow it are not changed ones
+    plain.size = config.size  # settings that follow from it do not count as changed
     _apply(presets, plain, [])
     OmegaConf.resolve(plain)
     before, after = (flatten(OmegaConf.to_container(c)) for c in (plain, config))
     changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
-    changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # of a path, the last part
+    changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # only the last part of a path
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
     sparsifier = "" if config.sparsifier.name == "dense" else f",sparsifier={config.sparsifier.name}"
     others = sparsifier + "".join(

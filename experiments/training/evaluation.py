@@ -15,7 +15,7 @@ from experiments.training.gradients import GradientFunction
 def evaluate(task: Task, parameters: dict[str, Tensor], owned: Tensor, group: WorkerGroup) -> dict[str, float]:
     """The task's metrics: train loss over the units owned [local workers, units], test metrics over the test split.
 
-    Worker by worker, summed in worker order; on one GPU all at once, which is faster and equal up to rounding.
+    Worker by worker, summed in worker order. On a single GPU all at once, which is faster and equal up to rounding.
     """
     tested = torch.arange(task.test_units, device=owned.device)
     if owned.is_cuda and group.world_size == 1:
@@ -43,9 +43,9 @@ def replayed_herding(
     """The parallel herding bound of an order, over the unit gradients at fixed `parameters` (paper: Figure 9).
 
     compute: a `gradient_function` with unit gradients; visits [local workers, units]: units in the order to be judged.
-    Gives what `cdgrab.herding.parallel_herding_bound` gives for all unit gradients at once, in two passes over them:
-    the first for their mean, the second for the running sum. Only the gradients of `positions_at_once` units of each
-    worker are held at a time. A task with a carry takes one at a time.
+    Equals `cdgrab.herding.parallel_herding_bound` of all unit gradients, but needs two passes over them instead of
+    holding them all: one for their mean, one for the running sum. Only the gradients of `positions_at_once` units of
+    each worker are held at a time; one unit if the task has a carry.
     """
     if task.first_carry(1):
         positions_at_once = 1

@@ -40,9 +40,9 @@ def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str
     """A function (parameters [dim], *carry [workers, ...], *batch [workers, units, ...])
     -> (gradients, worker means [workers, dim], worker losses [workers], *carry).
 
-    `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients never
+    `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients don't
     pay for them. `how`: vmap (torch.func, all workers and units at once) or backward (one backward pass per worker,
-    or per unit of a worker, for models that vmap cannot take efficiently).
+    or per unit of a worker, for models on which vmap is slow).
     """
     carried = len(task.first_carry(1))
     on_all_workers = {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat)
@@ -96,8 +96,8 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
 
 
 def over_replicas(compute: GradientFunction, lookers: int, how: str) -> GradientFunction:
-    """`compute` for several runs at once: inputs and outputs [replicas, ...]; of the unit gradients, those of the first
-    `lookers` only. Runs may round differently together: products are batched."""
+    """`compute` for several runs at once: inputs and outputs [replicas, ...]; unit gradients only of the first
+    `lookers` runs. Together, runs may round differently than alone, since products are batched."""
 
     def one_by_one(*inputs: Tensor) -> tuple[Tensor, ...]:
         rows = side_by_side([partial(compute, *its) for its in zip(*inputs, strict=True)], inputs[0].device)
@@ -113,8 +113,8 @@ def over_replicas(compute: GradientFunction, lookers: int, how: str) -> Gradient
 
 
 def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
-    """The same for a task with `losses`, which visits one unit per step: one backward pass for all workers of all runs.
-    Means over the workers instead of theirs."""
+    """The same for a task that has `losses` and visits one unit per step: one backward pass for all workers of all
+    runs. Returns means over the workers instead of each worker's."""
     carried = len(task.first_carry(1))
 
     def function(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Several processes share the runs of a sweep: each carries out one run, or group of runs, after the other."""
+"""Several processes share the runs of a sweep: each carries out runs, or groups of runs, one after the other."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class _Worker:
-    """A process, and the line on which it is sent runs and answers with their exit statuses."""
+    """A process, and the pipe on which it receives runs and answers with their exit statuses."""
 
     def __init__(self) -> None:
         self.line, its_end = _spawn.Pipe()
         self.process = _spawn.Process(target=_carry_out_runs, args=(its_end,))
         self.process.start()
-        its_end.close()  # so that the line breaks when the process ends
+        its_end.close()  # so that the pipe is closed when the process ends
 
     def statuses(self) -> list[int]:
-        """Of the runs that it was sent."""
+        """The exit statuses of the runs that it was sent."""
         try:
             return self.line.recv()
         except EOFError:  # it has ended
@@ -46,7 +46,7 @@ def _carry_out_runs(line: Connection) -> None:
 
 
 def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
-    """Exit statuses. A refused run ends the sweep; a signal ends the runs under way too."""
+    """Returns exit statuses. A refused run ends the sweep; a signal also ends the runs under way."""
     groups, statuses = grouped(runs, jobs), []
     starts = accumulate(map(len, groups), initial=1)
     waiting = deque((group, start, len(runs)) for group, start in zip(groups, starts, strict=False))
@@ -75,7 +75,7 @@ def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
 
 @contextlib.contextmanager
 def _ending_on_signals(workers: list[_Worker]) -> Iterator[None]:
-    """Nobody trains on after this."""
+    """On a signal, stop all workers before leaving."""
     before = {number: signal.signal(number, lambda number, _: sys.exit(STATUS[number])) for number in STATUS}
     try:
         yield

@@ -1,4 +1,4 @@
-"""One run among those that train together: its data, its order, its state, and what is measured of it."""
+"""One of the runs that train together: its data, its order, its state, and its metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from experiments.training.runlog import RunLog
 
 
 class Member:
-    """What belongs to one run alone. Parameters, optimiser and steps are those of the trainer."""
+    """What belongs to one run alone. Parameters, optimiser and steps belong to the trainer."""
 
     def __init__(self, run: Run, task: Task, group: WorkerGroup, device: torch.device) -> None:
         config = run.config
@@ -38,8 +38,8 @@ class Member:
         self.sparse_mean = make_sparse_mean(config, self.flat, group)
         self.log: RunLog | None = None
         self.current: Tensor | None = None  # its order in this epoch
-        self.first_parameters: Tensor | None = None  # of the epoch, where the herding bound is due
-        self.error: CdgrabError | None = None  # why it goes no further
+        self.first_parameters: Tensor | None = None  # at the start of the epoch, if the herding bound is due
+        self.error: CdgrabError | None = None  # why it ended early
         self._unit_gradients: Compiled | None = None
 
     @property
@@ -58,15 +58,15 @@ class Member:
         return self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
 
     def warm_up(self, unit_gradients: Tensor) -> None:
-        """Compile the kernels of its sorter before any clock runs; unit_gradients [workers, units, dim]."""
+        """Compile its sorter's kernels before any clock runs; unit_gradients [workers, units, dim]."""
         warm_up_sorter(self.config.sorter, unit_gradients)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Its own part of a checkpoint. Called by all ranks; what belongs to workers comes together on rank 0."""
+        """Its own part of a checkpoint. Called by all ranks; what belongs to workers is collected on rank 0."""
         return {
-            "first_parameters": self.first_parameters,  # of an epoch that is under way
+            "first_parameters": self.first_parameters,  # of the current epoch
             "sparsified": self.sparse_mean.running_sums() if self.sparse_mean else None,
             **{name: collected(part.state_dict(), self.group) for name, part in self._parts().items()},
         }
@@ -80,7 +80,7 @@ class Member:
             self.sparse_mean.load_running_sums(state["sparsified"])
 
     def _parts(self) -> dict:
-        """What has a state of its own, by its name in the checkpoint."""
+        """The parts that have a state of their own, by their names in the checkpoint."""
         return {"sorter": self.sorter} | ({"sparsifier": self.sparse_mean.sparsifier} if self.sparse_mean else {})
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -89,17 +89,17 @@ class Member:
         self.first_parameters = parameters.clone() if self.herding_is_due(epochs_done) else None
 
     def order(self, epoch: int) -> Tensor:
-        """[local workers, units]; of a run that has ended, its last."""
+        """The order [local workers, units]; the last one if the run has ended."""
         self.current = self.current if self.error else self.sorter.order(epoch)
         return self.current
 
     def order_ahead(self, epochs_done: int) -> None:
-        """The next order is ready before its herding bound is looked at, which is not training."""
+        """Compute the next order now if its herding bound is due, so that it counts as training, not as evaluation."""
         if self.herding_is_due(epochs_done):
             self.sorter.order(epochs_done + 1)
 
     def end(self, error: CdgrabError) -> None:
-        """It goes no further, and says so; the others go on."""
+        """End this run and log why; the others continue."""
         self.error = error
         if self.log:
             self.log.finish("diverged" if isinstance(error, DivergedError) else "refused", str(error))
@@ -124,7 +124,7 @@ class Member:
         return bool(every) and (epochs_done + 1) % every == 0
 
     def herding(self, epochs_done: int) -> dict[str, float]:
-        """How well the next order balances the unit gradients at the epoch's first parameters (paper: Figure 9)."""
+        """How well the next order balances the unit gradients at the epoch's initial parameters (paper: Figure 9)."""
         if not self.herding_is_due(epochs_done):
             return {}
         if self._unit_gradients is None:
@@ -136,7 +136,7 @@ class Member:
         return replayed_herding(self.task, self._unit_gradients, self.first_parameters, visits, self.group, at_once)
 
     def more_metrics(self, epochs_done: int) -> dict:
-        """Beside those of the task: of its orders and of its sparsifier."""
+        """Metrics besides the task's: of its orders and of its sparsifier."""
         everybodys = self.group.gather(self.current).numpy().astype("<i8").tobytes()
         metrics = self.herding(epochs_done) | {"order_hash": hashlib.sha256(everybodys).hexdigest()}
         return metrics | ({"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {})

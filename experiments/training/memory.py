@@ -1,4 +1,4 @@
-"""How much memory there is, and that what a process frees stays with it."""
+"""How much memory is free, and whether the allocator keeps freed memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator reuse large blocks instead of handing them back to the system after every operation.
+    """Let the allocator reuse large blocks instead of returning them to the system after every operation.
 
-    A step of the LSTM allocates the same tens of megabytes again and again; zeroed pages cost it more time than the
-    arithmetic. Only where the C library has the setting (glibc); elsewhere nothing happens.
+    A step of the LSTM allocates the same tens of megabytes again and again; zeroing new pages would take longer than
+    the arithmetic. This needs glibc; elsewhere nothing happens.
     """
     _set_thresholds(2**30, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Hand every large block back to the system as soon as it is freed, so that a peak is what was needed at once.
+    """Return every large block to the system as soon as it is freed, so that a measured peak was really needed.
 
-    Left alone, glibc raises these thresholds while a program runs.
+    By itself, glibc raises these thresholds while a program runs.
     """
     _set_thresholds(2**20, 2**20)
 
 
 def _set_thresholds(mapped: int, trimmed: int) -> None:
-    """Block size from which on memory is mapped by itself; free memory at the heap's end that is kept."""
+    """mapped: blocks of at least this size are mapped separately; trimmed: free memory kept at the end of the heap."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -39,7 +39,7 @@ def _set_thresholds(mapped: int, trimmed: int) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes; on a CPU those that the system could give without swapping."""
+    """Free bytes; on a CPU those that are available without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     pages = "SC_AVPHYS_PAGES"

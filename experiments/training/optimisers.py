@@ -1,4 +1,4 @@
-"""torchopt optimisers and learning-rate schedules, over flat parameter vectors: that of one run, or of several."""
+"""torchopt optimisers and learning-rate schedules over flat parameter vectors, for one run or several."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from experiments.training.compiled import Compiled
 
 OPTIMISERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "step", "linear")
-SETTINGS = ("optimiser", "lr", "momentum", "weight_decay", "clip", "schedule")  # of a task; runs of a group may differ
+SETTINGS = ("optimiser", "lr", "momentum", "weight_decay", "clip", "schedule")  # may differ between runs of a group
 
 
 class Optimiser:
     """`update(parameters, gradient, *state)` returns the new parameters and the new state, and changes nothing.
 
-    `state` is a list of tensors, at first the one to start from; who steps keeps it up to date. Parameters are [dim],
-    or [replicas, dim]: replicas with the same settings are updated together.
+    `state` is a list of tensors, initially the first state; the caller stores the new state after every step.
+    Parameters are [dim] or [replicas, dim]: replicas with the same settings are updated together.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Optimiser:
         parameters: Tensor,
         compiled: bool = True,
     ) -> None:
-        """configs: the task's settings, of every replica."""
+        """configs: the task settings of every replica."""
         settings = [str({name: config.get(name) for name in SETTINGS}) for config in configs]
         same = {chosen: [i for i, its in enumerate(settings) if its == chosen] for chosen in settings}
         self._rows = [torch.tensor(rows, device=parameters.device) for rows in same.values()]
@@ -44,7 +44,7 @@ class Optimiser:
             self._rules.append(rule)
             self.state += rule.first_state
             self._counts.append(len(rule.first_state))
-        gradient = torch.zeros_like(parameters)  # not `parameters` again: tracing tells inputs apart by identity
+        gradient = torch.zeros_like(parameters)  # not `parameters` itself: tracing tells inputs apart by identity
         self.update = Compiled(self._update, compiled).for_inputs(parameters, gradient, *self.state)
 
     def _some(self, vectors: Tensor, rows: Tensor | list[int]) -> Tensor:
@@ -68,7 +68,7 @@ class Optimiser:
     # -- states of single replicas ------------------------------------------------------------------------------------
 
     def split(self, state: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The state of each replica, as it would be alone. Counts of steps are the same for all."""
+        """The state of each replica, as if it had trained alone. Step counts are the same for all."""
         if not self._several:
             return [list(state)]
         states: dict[int, list[Tensor]] = {}
@@ -78,7 +78,7 @@ class Optimiser:
         return [states[replica] for replica in sorted(states)]
 
     def join(self, states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The state of all replicas, from that of each."""
+        """The state of all replicas, from those of single ones."""
         if not self._several:
             return list(states[0])
         joined = []
@@ -94,10 +94,10 @@ class _Rule:
     def __init__(self, config: DictConfig, steps_per_epoch: int, epochs: int, parameters: Tensor) -> None:
         self._transform = _build(config, _schedule(config, steps_per_epoch, epochs))
         self._clip = config.get("clip")
-        # torchopt's states are nested tuples of tensors: kept flat, so that one traced function and one list hold all
+        # torchopt's states are nested tuples of tensors; they are kept flat, for tracing and for checkpoints
         self.first_state, self._spec = pytree.tree_flatten(self._transform.init(parameters))
-        # torchopt's momentum leaves its factor out in the first call it ever sees, a Python flag that would be traced
-        # (and would come back with every resume): use that call up on zeros, where it makes no difference.
+        # In its very first call torchopt's momentum omits its factor, by a Python flag that would be traced (and would
+        # be set again after every resume). Make that call with zeros, where it makes no difference.
         self(parameters, torch.zeros_like(parameters), self.first_state)
 
     def __call__(self, parameters: Tensor, gradient: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _Rule:
 
 
 def clipped(gradient: Tensor, norm: float) -> Tensor:
-    """Gradients [..., dim], each as long as `norm` at most, by the formula of torch.nn.utils.clip_grad_norm_."""
+    """Gradients [..., dim], each scaled down to `norm` if it is longer, as torch.nn.utils.clip_grad_norm_ does."""
     return gradient * (norm / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1.0)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer is built of, from its configuration."""
+"""Parts of a trainer, made from its configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
 from experiments.training.gradients import FlatParameters
 
 BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
-JUDGED_BYTES = {"cpu": 32 * 2**20, "cuda": 2**31}  # of unit gradients in float64 when an order is judged
+JUDGED_BYTES = {"cpu": 32 * 2**20, "cuda": 2**31}  # of unit gradients in float64, for the herding bound
 MOST_STEPS_PER_BLOCK = 256
 
 
 def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGroup) -> SparseAverager | None:
-    """None: the plain mean, which is what `dense` means."""
+    """The sparsifier's averager; None for `dense`, which is the plain mean."""
     options = dict(config.sparsifier)
     if options["name"] == "dense":
         return None
@@ -31,19 +31,19 @@ def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGrou
 
 
 def steps_per_block(unit_bytes: int, units_per_step: int, device: torch.device) -> int:
-    """How many steps run at once; `unit_bytes`: what a unit's data and gradient take, as far as they are held."""
+    """How many steps run as one block; unit_bytes: the memory of a unit's data and, if it is kept, its gradient."""
     steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[device.type] // (unit_bytes * units_per_step)))
     return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
 
 
 def warm_up_sorter(options: DictConfig, unit_gradients: Tensor) -> None:
-    """Compile the kernels of such a sorter; unit_gradients [workers, units, dim]."""
+    """Compile the kernels of a sorter with these options; unit_gradients [workers, units, dim]."""
     unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
     workers, units, dim = unit_gradients.shape
     throwaway = make_sorter(workers=workers, units=units, dim=dim, **options)
     throwaway.order(0)
     throwaway.observe(range(units), unit_gradients)
-    throwaway.order(1)  # by now its signs have been decided
+    throwaway.order(1)  # waits until its signs are decided
 
 
 def warm_up_shards(parameters: Tensor) -> None:
@@ -54,6 +54,6 @@ def warm_up_shards(parameters: Tensor) -> None:
 
 
 def progress_bar(title: str, steps: int, done: int) -> tqdm:
-    """On a terminal, where it has a title."""
+    """Visible on a terminal, and only with a title."""
     visible = bool(title) and sys.stderr.isatty()
     return tqdm(total=steps, initial=done, desc=title, unit="step", disable=not visible, dynamic_ncols=True)

@@ -37,8 +37,8 @@ class RunLog:
         metrics: dict | None = None,
         replicas: int = 1,
     ) -> None:
-        """Start, or go on from a checkpoint, when metrics were as `measured`: lines written later are dropped.
-        replicas: how many runs train together."""
+        """Start, or continue from a checkpoint. metrics: what they were then (see `measured`); lines written later are
+        dropped. replicas: how many runs train together."""
         if not self.active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ class RunLog:
             "seed": run.config.seed,
             "size": run.size,
             "config": run.settings,
-            "science": run.science,  # what decides the result, flat: same here, same run
+            "science": run.science,  # what decides the result, flat: if this agrees, it is the same run
             "data": run.source.as_record() | {"rows": rows},
             "sizes": sizes,
             "processes": world_size,
@@ -76,7 +76,7 @@ class RunLog:
         self._phases.append(metrics["phases"])
 
     def finish(self, status: str, reason: str | None = None) -> None:
-        """status: finished, interrupted or diverged."""
+        """status: finished, interrupted, stopped, diverged or refused."""
         if self.active and self._manifest:
             self._manifest = records.finish(self._manifest, status, **({"reason": reason} if reason else {}))
             self._write_manifest()
@@ -91,14 +91,14 @@ class RunLog:
 
 
 def measured(directory: Path) -> dict:
-    """How long a run's metrics are, and their checksum."""
+    """The length of a run's metrics, and their checksum."""
     path = directory / records.METRICS
     content = path.read_bytes() if path.exists() else b""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _first_bytes(path: Path, wanted: dict) -> bytes:
-    """What the file held when it was `measured`; refused when it was changed since."""
+    """What the file held when it was `measured`. A file that has changed since is refused."""
     content = path.read_bytes()[: wanted["bytes"]] if path.exists() else b""
     if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
         raise CdgrabError(f"{path} is not what it was at the checkpoint; move the folder away to start this run again")

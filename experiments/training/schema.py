@@ -1,6 +1,6 @@
 """What the settings of a run must be, one by one and together.
 
-Not OmegaConf's structured configs: these convert what is typed (a rate of 1 becomes 1.0, and the run another folder),
+Not OmegaConf's structured configs: those convert values (a rate of 1 becomes 1.0, and the run gets another folder),
 stop at the first wrong value, and know no limits. Defaults of a task's settings are in configs/config.yaml.
 """
 
@@ -30,7 +30,7 @@ def replicas(key: str, value: object) -> None:
         raise CdgrabError(f"{key} must be auto or a whole number of at least 1, got {value!r}")
 
 
-# needed to find the data, on whose kind a size's settings depend
+# needed to find the data: a size's settings depend on its kind
 DATA_SETTINGS: dict[str, Check] = {
     "data": one_of("auto", "embedded"),
     "data_root": text,
@@ -70,13 +70,13 @@ STEP_SCHEDULE: dict[str, Check] = {"task.schedule.every": whole(1), "task.schedu
 
 
 def wrong_settings(config: DictConfig) -> list[str]:
-    """Complaints about a configuration whose size's settings have been applied, in one sentence each."""
+    """What is wrong with a configuration to which the presets have been applied, one sentence each."""
     wrong = complaints(config, SETTINGS | task_class(config.task.name).checks())
     return [*wrong.values(), *_together(config, wrong)]
 
 
 def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
-    """Complaints about settings that are right by themselves."""
+    """Settings that are right by themselves but do not go together."""
 
     def right(*keys: str) -> bool:
         return not wrong.keys() & set(keys)
@@ -96,7 +96,7 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
 
 
 def _sorter(config: DictConfig) -> Iterator[str]:
-    """A small one is made: it checks its options itself."""
+    """A small sorter is made: it checks its options itself."""
     options = dict(config.sorter)
     if is_whole(options.get("sketch_size")) and options["sketch_size"] > 0:
         options["sketch_size"] = 1

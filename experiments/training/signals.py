@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: it goes on to the end of a block of steps, saves everything, and then ends.
+"""Signals that ask a run to end: it finishes the current block of steps, saves everything, and then ends.
 
 Ctrl-C (SIGINT) ends with status 130. A scheduler's SIGTERM ends with status 75, "temporary failure": start me again.
 """
@@ -28,13 +28,13 @@ class StopRequest:
     def on_signal(self, number: int, frame: object) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # asked again: do not wait any longer
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # asked a second time: end at once
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Only the main thread can listen; elsewhere signals do what they did."""
+    """Only the main thread can handle signals; in other threads nothing changes."""
     stop_request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop_request

@@ -1,7 +1,7 @@
-"""Saving a run and going on with it, in the middle of an epoch too, on any number of processes.
+"""Saving a run and continuing it, also in the middle of an epoch, on any number of processes.
 
-What is saved is the trainer's state and what it belongs to: settings, data and the metrics written so far. There is no
-random generator to be saved: every draw is made anew from the run's seed (see `cdgrab.streams`).
+What is saved is the trainer's state and what it belongs to: settings, data and the metrics written so far. No random
+generator needs to be saved: every draw is a function of the run's seed (see `cdgrab.streams`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from experiments.training.config import Run, refuse_other_settings
 
 
 def save(run: Run, state: dict) -> None:
-    """`state`: that of a trainer, of all workers. Called by rank 0."""
+    """state: a trainer's, of all workers. Called by rank 0."""
     metrics = runlog.measured(run.directory)
     content = {"science": run.science, "data": dict(run.source.checksums), "metrics": metrics, **state}
     checkpoint.save(run.directory, content, run.config.checkpoint.keep)
 
 
 def load(run: Run, group: WorkerGroup, say: Callable[[str], None]) -> dict | None:
-    """The run's checkpoint, if there is one. Called by all ranks. Refuses what belongs to another run or is not the
-    same on all ranks."""
+    """The run's checkpoint, if there is one. Called by all ranks. Refuses a checkpoint that belongs to another run, or
+    is not the same on all ranks."""
     first = group.rank == 0
     saved = checkpoint.load(run.directory, say if first else lambda _: None, mend=first)
     refuse_different(group, saved, run.directory)
@@ -46,7 +46,7 @@ def load(run: Run, group: WorkerGroup, say: Callable[[str], None]) -> dict | Non
 
 @contextlib.contextmanager
 def fitting(runs: Sequence[Run]) -> Iterator[None]:
-    """Whatever a content that does not fit makes of its loading becomes one sentence."""
+    """Turn any error from loading an unsuitable checkpoint into one sentence."""
     try:
         yield
     except CdgrabError:
@@ -59,7 +59,7 @@ def fitting(runs: Sequence[Run]) -> Iterator[None]:
 
 
 def progress(state: dict | None) -> tuple[int, int]:
-    """Epochs done, and units visited in the one that is under way."""
+    """Epochs done, and units visited in the current one."""
     if state is None:
         return 0, 0
     if not (is_count(state["epochs_done"]) and is_count(state["position"])):
@@ -68,7 +68,7 @@ def progress(state: dict | None) -> tuple[int, int]:
 
 
 def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:
-    """All ranks must have found the same: hosts that do not share the folder would train different models."""
+    """All ranks must find the same checkpoint: hosts that do not share the folder would train different models."""
     found = group.gather(torch.tensor([_fingerprint(saved)]))
     if len(found.unique(dim=0)) > 1:
         words = "; ".join(f"rank {rank} {_words(*row)}" for rank, row in enumerate(found.tolist()))
@@ -76,7 +76,7 @@ def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) ->
 
 
 def refuse_other_data(before: dict[str, str], now: dict[str, str], directory: Path) -> None:
-    """Checksums by name, when the checkpoint was made and now."""
+    """before, now: checksums by name, when the checkpoint was made and now."""
     if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise CdgrabError(
             f"the data changed since the checkpoint in {directory} was made ({', '.join(changed)}); "

@@ -1,9 +1,9 @@
 """Training steps: gradients of all workers, their mean, one step of the optimiser, block after block.
 
-Of one run, or of several at once: then every tensor has the replicas as its first dimension, before the workers.
+For one run, or for several at once: then the first dimension of every tensor is the replicas, before the workers.
 
-`Steps` runs anywhere. `CapturedSteps` does the same on a GPU without Python: a step is captured once as a CUDA graph
-that finds its data by a counter on the device, and is then replayed. Small models would otherwise wait for launches.
+`Steps` runs anywhere. `CapturedSteps` does the same on a GPU without Python: a step is captured once as a CUDA graph,
+which finds its data by a counter on the device, and is then replayed. Otherwise small models would wait for launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from experiments.training.optimisers import Optimiser
 
 
 class Steps:
-    """`parameters`, the workers' carry and the optimiser's state move along as blocks of steps are run."""
+    """Holds `parameters`, the workers' carry and the optimiser's state, which every block of steps updates."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Steps:
         observe_shard: Callable[[Tensor], None] | None = None,
     ) -> None:
         """parameters [dim] or [replicas, dim].
-        gradients: a gradient function of such; what it gives goes through `averager`, or is the mean already.
-        observe_shard: is given what the exchange of every step leaves here (see `cdgrab.runtime.mean`)."""
+        gradients: a function of such parameters; `averager` averages its result, unless that is the mean already.
+        observe_shard: gets the shard from the exchange of every step (see `cdgrab.runtime.mean`)."""
         self.task, self.gradients, self.optimiser, self.parameters = task, gradients, optimiser, parameters
         self.averager, self.observe_shard = averager, observe_shard
         self.carry = self.first_carry = first_carry
         self._functions: dict[int, Callable] = {}  # by microbatch: the last step of an epoch may be shorter
 
     def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
-        """Go on from these instead; in the middle of an epoch, from this carry."""
+        """Continue from these; in the middle of an epoch, also from this carry."""
         self.parameters, self.optimiser.state = parameters, optimiser_state
         self.carry = self.first_carry if carry is None else carry
 
     def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
-        """Steps of equal shape, the `first` of an epoch or further ones: visits [..., workers, steps, microbatch].
+        """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch.
 
-        Returns the unit gradients [..., workers, steps × microbatch, dim], empty where nobody looks at them, and the
+        Returns the unit gradients [..., workers, steps × microbatch, dim], empty if no sorter needs them, and the
         losses [..., workers, steps].
         """
         if first:
@@ -61,7 +61,7 @@ class Steps:
         if (microbatch := visits.shape[-1]) not in self._functions:
             self._functions[microbatch] = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
         compute, optimiser, seen = self._functions[microbatch], self.optimiser, []
-        losses = self.parameters.new_empty(visits.shape[:-1])  # small tensors that stay would leave holes in the memory
+        losses = self.parameters.new_empty(visits.shape[:-1])  # one tensor: small ones would fragment the memory
         clock.append(("data", perf_counter()))
         for step, batch in enumerate(batches):
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
@@ -81,9 +81,9 @@ class Steps:
 
 
 class CapturedSteps(Steps):
-    """For one process on a GPU. Captured tensors keep their addresses: everything here is changed in place.
+    """For one process on a GPU. Captured tensors keep their addresses, so everything is changed in place.
 
-    What `run` returns is overwritten by the next call.
+    The next call of `run` overwrites what the last one returned.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class CapturedSteps(Steps):
         kept_steps: int = 1,
         observe: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """block_steps: at most, per call of `run`.
-        observe: is given the unit gradients of every `kept_steps` steps, [..., workers, units, dim], which the next
-        steps overwrite; `run` returns none. Nothing waits for the GPU, and few gradients are held."""
+        """block_steps: steps per call of `run`, at most.
+        observe: gets the unit gradients of every `kept_steps` steps, [..., workers, units, dim], which the next steps
+        overwrite; then `run` returns none. Nothing waits for the GPU, and few gradients are in memory."""
         super().__init__(*parts)
         self.block_steps, self.kept_steps, self.observe = block_steps, kept_steps, observe
         self.parameters = self.parameters.clone()
@@ -148,7 +148,7 @@ class _Block:
             some = steps.gradients(steps.parameters, *steps.carry, *batch)[0]  # [..., workers, microbatch, dim]
             self.kept = torch.empty(steps.kept_steps, *some.shape, dtype=dtype, device=device)
             self._wide = _widest(self.kept)
-        if steps.averager:  # by Python, between the step's two halves
+        if steps.averager:  # it runs in Python, between the two halves of a step
             self._means = torch.empty(*workers, dim, dtype=dtype, device=device)
             self._mean = torch.zeros(dim, dtype=dtype, device=device)
             self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
@@ -167,7 +167,7 @@ class _Block:
         self._means.copy_(self._gradients())
 
     def _gradients(self) -> Tensor:
-        """Returns the mean [dim], or means [workers, dim] where a sparsifier takes theirs."""
+        """Returns the mean [dim], or the workers' means [workers, dim] for a sparsifier."""
         steps, (step, place) = self._steps, self.step.split(1)
         batch = steps.task.fetch("train", self.visits.index_select(0, step)[0])
         unit_gradients, mean, worker_losses, *carry = steps.gradients(steps.parameters, *steps.carry, *batch)
@@ -189,12 +189,12 @@ class _Block:
         self.step.zero_()
 
     def unit_gradients(self, steps: int) -> Tensor:
-        """Of the first that are kept, [..., workers, units, dim]."""
+        """The unit gradients of the first steps that are kept, [..., workers, units, dim]."""
         return self.kept[:steps].movedim(0, -3).flatten(-3, -2)
 
 
 def _widest(steps: Tensor) -> torch.dtype:
-    """The type of the fewest numbers that take the memory of one of `steps`: fewer are copied faster."""
+    """The widest type of which a whole number fills one of `steps`: copying fewer, wider numbers is faster."""
     size = steps[:1].numel() * steps.element_size()
     return next((wide for wide in (torch.complex128, torch.float64) if size % wide.itemsize == 0), steps.dtype)
 

@@ -1,7 +1,7 @@
 """Record the tensor operations of a function as a graph, as `torch.fx.experimental.proxy_tensor.make_fx` does.
 
-The operations are the same, in the same order. But make_fx imports PyTorch's compiler, which takes longer than
-everything else in the start of a run. What is recorded has passed through autograd and vmap: plain operations remain.
+The operations are the same, in the same order. But make_fx imports PyTorch's compiler, which takes longer than all
+other imports of a run together. What is recorded has passed through autograd and vmap: plain operations remain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def recorded(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, 
 
 
 class _Recording(TorchDispatchMode):
-    """Sees every operation that is carried out, and knows which node made which tensor."""
+    """Records every operation that is executed, and which node made which tensor."""
 
     def __init__(self, inputs: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped by the compiler, it would have to be imported
+        return False  # True would import the compiler
 
     def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         arguments = tree_map(self.node, (args, kwargs or {}))  # before an operation in place changes them
@@ -50,12 +50,12 @@ class _Recording(TorchDispatchMode):
             self._made(result, node)
         else:
             for index, part in enumerate(result):
-                if isinstance(part, Tensor):  # some operations leave out what nobody asked for
+                if isinstance(part, Tensor):  # some operations return None for outputs that are not needed
                     self._made(part, self.graph.call_function(operator.getitem, (node, index)))
         return result
 
     def node(self, value: object) -> object:
-        """The node that made a tensor; one that nobody made here is a constant. Other values are themselves."""
+        """The node that made a tensor. A tensor from outside is a constant; other values stand for themselves."""
         if not isinstance(value, Tensor):
             return value
         if value not in self._nodes:
@@ -70,9 +70,9 @@ class _Recording(TorchDispatchMode):
 
 
 class _Compiler:
-    """In place of torch._dynamo until somebody imports it.
+    """Stands in for torch._dynamo until somebody imports it.
 
-    torch.func.grad asks it to stand aside (`torch._dynamo.compiled_autograd._disable`), for which it would be imported.
+    torch.func.grad would import it only to switch it off (`torch._dynamo.compiled_autograd._disable`).
     """
 
     def __getattr__(self, name: str) -> object:
@@ -82,4 +82,4 @@ class _Compiler:
 
 
 if "torch._dynamo" not in sys.modules:
-    torch._dynamo = _Compiler()  # an import of the real one takes its place
+    torch._dynamo = _Compiler()  # importing the real one replaces it
