@@ -28,6 +28,11 @@ def count(name: str, value: int, least: int, most: int = MOST) -> int:
     return operator.index(value)
 
 
+def auto_or_count(name: str, value: int | str) -> None:
+    if value != "auto" and not (is_whole(value) and value >= 1):
+        raise CdgrabError(f"{name} must be auto or a whole number of at least 1, got {value!r}")
+
+
 def number(
     name: str,
     value: float,
@@ -65,6 +70,12 @@ def shape(name: str, tensor: Tensor, wanted: Mapping[str, int]) -> None:
     sizes = list(wanted.values())
     if list(tensor.shape) != sizes:
         raise CdgrabError(f"{name} must have shape [{', '.join(wanted)}] = {sizes}, got {list(tensor.shape)}")
+
+
+def differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """dim 4 there, 3 here, …: what two sets of values do not agree in."""
+    differing = sorted(key for key in {**there, **here} if there.get(key) != here.get(key))
+    return ", ".join(f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in differing)
 
 
 def random_seed(name: str, value: int) -> int:

@@ -233,7 +233,7 @@ def gpt2_runs(root, tmp_path_factory):
 def settings(root, gpt2_runs, monkeypatch, tmp_path):
     """The settings of runs on the small files; everything that is cached or left behind is in temporary folders."""
     use_counts(monkeypatch, ROWS)
-    monkeypatch.setattr(finetuning, "RUNS", gpt2_runs)
+    monkeypatch.setattr(finetuning, "PRETRAINED", gpt2_runs)
     monkeypatch.setenv("CDGRAB_CACHE", str(tmp_path / "cache"))
     return ["experiment=table1_glue", f"data_root={root}", f"task.encoder_name={root / 'tiny-bert'}", "workers=4"]
 
@@ -378,7 +378,7 @@ def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_pa
     }.items():
         path = newer / experiment / "novels" / "cd_grab-s0" / "manifest.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    monkeypatch.setattr(finetuning, "RUNS", newer)
+    monkeypatch.setattr(finetuning, "PRETRAINED", newer)
     assert torch.equal(body_of(make(settings, "task.encoder=tiny_gpt2")), bodies["d_rr"])
 
 

@@ -24,7 +24,7 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training import session, signals, snapshot
 from experiments.training.config import compose
-from experiments.training.loop import alone
+from experiments.training.loop import Trainer, alone
 from experiments.training.runlog import RunLog
 
 SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
@@ -241,7 +241,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
     settings += [f"data_root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}", "epochs=2", "resume=true"]
     run = compose(settings)
     (tmp_path / "run").mkdir()
-    made = session.build_trainer(run, WorkerGroup(4), torch.device("cpu"))
+    made = Trainer([session.make_member(run, WorkerGroup(4), torch.device("cpu"))])
     with pytest.raises(Stopped):
         fit(made, Log(), lambda: signal.SIGTERM)
     with open(books / "two.txt", "a") as file:

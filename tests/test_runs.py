@@ -103,9 +103,9 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
 def test_another_run_in_the_same_folder_is_refused(finished, capsys):
     before = (finished / "metrics.jsonl").read_bytes()
     run(finished, "epochs=12", "task.lr=0.1", expect=2)
-    assert "task.lr=0.05 there, 0.1 here" in capsys.readouterr().err
+    assert "task.lr 0.05 there, 0.1 here" in capsys.readouterr().err
     run(finished, "epochs=12", "task.limit=100", expect=2)  # null is a setting like any other
-    assert "task.limit=None there, 100 here" in capsys.readouterr().err
+    assert "task.limit None there, 100 here" in capsys.readouterr().err
     assert before == (finished / "metrics.jsonl").read_bytes()
 
 

@@ -124,7 +124,7 @@ def test_the_default_is_no_other_run_than_before_there_were_sparsifiers(tmp_path
     run(tmp_path / "run", "epochs=1")
     assert "already complete" in capsys.readouterr().out
     run(tmp_path / "run", "epochs=1", "sparsifier=exdyna", expect=2)
-    assert "sparsifier.name=dense there, exdyna here" in capsys.readouterr().err
+    assert "sparsifier.name 'dense' there, 'exdyna' here" in capsys.readouterr().err
 
 
 def test_the_sparsifier_is_in_the_folders_name():

@@ -93,12 +93,12 @@ def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, unif
     (both updated in place); penalties [positions]; uniforms [positions, workers] from Unif[−1, 1]."""
     signs = torch.empty(rows.shape[:2], dtype=torch.int8, device=rows.device)
     for k in range(len(rows)):
+        limits = torch.empty(1, rows.shape[1], dtype=torch.float64, device=rows.device)
         for w in range(rows.shape[1]):
             v = rows[k, w].to(running.dtype)
             threshold, q[w] = kh_threshold(float(q[w]), float(v @ v), float(penalties[k]))
-            sign = 1 if float(running[w] @ v) <= float(uniforms[k, w]) * threshold else -1
-            running[w] += sign * v
-            signs[k, w] = sign
+            limits[0, w] = float(uniforms[k, w]) * threshold
+        signs[k] = balance(rows[k : k + 1], running, limits)[0]
     return signs
 
 

@@ -142,7 +142,7 @@ class ParallelGradients:
         return mean
 
     def _refuse_half_accumulated(self) -> None:
-        passes, wanted, self._ledger.passes = self._ledger.passes, self._ledger.accumulation_steps, 0
+        passes, wanted = self._ledger.end_unit(), self._ledger.accumulation_steps
         if passes < wanted:
             before = f"DDP averaged after {passes} of accumulation_steps={wanted} batches"
             raise CdgrabError(f"{before}: run all but the last inside `with model.no_sync():`")
@@ -158,7 +158,7 @@ class ParallelGradients:
             return False
         if not ledger.passes:
             self._refuse_leftovers()
-        ledger.passes += 1
+        ledger.count_pass()
         return True
 
     def _refuse_leftovers(self) -> None:

@@ -75,10 +75,22 @@ class Ledger:
         self._ahead = ahead if self._ahead is None else max(ahead, self._ahead)
         return True
 
+    def count_pass(self) -> None:
+        """One more backward pass of the unit under way."""
+        self.passes += 1
+
+    def end_unit(self) -> int:
+        """The next backward pass belongs to another unit. Returns how many this one had."""
+        passes, self.passes = self.passes, 0
+        return passes
+
     def unit_complete(self) -> bool:
-        """Count a backward pass of the current unit. Returns whether it was the last one."""
-        self.passes = (self.passes + 1) % self.accumulation_steps
-        return self.passes == 0
+        """Counts a backward pass of the unit under way. Returns whether it was the last one."""
+        self.count_pass()
+        if self.passes < self.accumulation_steps:
+            return False
+        self.end_unit()
+        return True
 
     def scale(self) -> float:
         """The factor that the scaler multiplies gradients by."""

@@ -10,6 +10,7 @@ from hashlib import sha256
 import torch
 from torch import nn
 
+from cdgrab.checks import differences
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 
@@ -83,11 +84,10 @@ def refuse_wrappers(sampler: object) -> None:
 
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
     """Whether a state fits. One that does not is refused, unless `repartition` asks for a new start."""
-    differing = [key for key, value in here.items() if there.get(key) != value]
-    if differing and not repartition:
-        details = ", ".join(f"{key} {there.get(key)!r} there, {here[key]!r} here" for key in differing)
+    details = differences({key: there.get(key) for key in here}, here)
+    if details and not repartition:
         raise CdgrabError(f"this state belongs to another sampler: {details}; repartition=True starts orders anew")
-    return not differing
+    return not details
 
 
 def refuse_other_sparsifier(state: dict | None, sparsifier: object) -> None:

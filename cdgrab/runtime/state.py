@@ -6,7 +6,7 @@ import copy
 
 from torch import Tensor
 
-from cdgrab.checks import count
+from cdgrab.checks import count, differences
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 
@@ -60,9 +60,7 @@ class WorkerState:
             raise CdgrabError(f"this is not the state of a {self.kind}")
         mine, theirs = self._identity(), dict(state["identity"])
         if mine != theirs:
-            differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
-            details = ", ".join(f"{k} {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing)
-            raise CdgrabError(f"this state belongs to another {self.kind}: {details}")
+            raise CdgrabError(f"this state belongs to another {self.kind}: {differences(theirs, mine)}")
         hosted, rows = self.group.local_workers, {len(value) for value in state["per_worker"].values()}
         names = (set(state["per_worker"]), set(state["common"]))
         if names != self._value_names() or rows not in ({hosted}, {self.workers}):

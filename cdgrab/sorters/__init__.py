@@ -25,6 +25,11 @@ SORTERS: dict[str, type[Sorter]] = {
 LABELS = {name: cls.label for name, cls in SORTERS.items()} | {"grab": "GraB", "grab_pair": "GraB (PairBal)"}
 
 
+def label(name: str) -> str:
+    """The sorter's name in figures and tables; empty for one that is not known here."""
+    return LABELS.get(name) or getattr(SORTERS.get(name), "label", "")
+
+
 def sorter_options(name: str) -> tuple[str, ...]:
     """The names of the sorter's options beyond workers, units, dim, seed and group."""
     return look_up("sorter", name, SORTERS).options

@@ -6,8 +6,8 @@ import math
 
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
+from experiments.report.names import BASELINE, sorter_colour, sorter_label, task_name
 from experiments.report.names import OURS as OUR_SORTER
-from experiments.report.names import sorter_colour, task_name
 from experiments.report.published import PAPER
 from experiments.report.text import markdown, plural
 from experiments.store.bench import read_manifests, read_rows
@@ -72,12 +72,12 @@ def epochs(device: str) -> Figure:
     found = rows("epoch", device)
     figure, axes = plots.panels(1, len(found), 2.9 * len(found), 3.4)
     for panel, row in zip(axes[0], found.to_dict("records"), strict=True):
-        for place, sorter in enumerate(("d_rr", "cd_grab")):
+        for place, sorter in enumerate((BASELINE, OUR_SORTER)):
             _stack(panel, place, row[f"{sorter}_phases"], row["d_rr_s"])
             spread = [[abs(end - row[f"{sorter}_s"]) / row["d_rr_s"]] for end in row[f"{sorter}_s_quartiles"]]
             panel.errorbar(place, row[f"{sorter}_s"] / row["d_rr_s"], spread, color="black", lw=0.9, capsize=3)
         panel.axhline(PAPERS_RATIOS[row["task"]], color=AUTHOR, label="CD-GraB, paper", **COMPARED)
-        panel.set_xticks([0, 1], ["D-RR", f"CD-GraB\n× {row['ratio']:.2f}"])
+        panel.set_xticks([0, 1], [sorter_label(BASELINE), f"{sorter_label(OUR_SORTER)}\n× {row['ratio']:.2f}"])
         panel.set_title(f"{task_name(row['task'])}\n{row['workers']} workers, {row['processes']} processes")
     axes[0][0].set_ylabel("time per epoch / D-RR's")
     return _finish(figure, caption("epoch", device))
@@ -135,7 +135,7 @@ def papers_extra_mib() -> dict[str, float]:
     import pandas as pd
 
     bars = pd.read_csv(PAPER / "lstm_wiki2_memory.csv").pivot(index="x", columns="series", values="mean")
-    extra = bars["CD-GraB"] - bars["D-RR"]
+    extra = bars[sorter_label(OUR_SORTER)] - bars[sorter_label(BASELINE)]
     return extra[extra > 0].round(2).to_dict()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from cdgrab.sorters import LABELS, SORTERS
+from cdgrab.sorters import label
 
 BASELINE, OURS, UNCOORDINATED = "d_rr", "cd_grab", "id_grab_pair"
 LOSS, BOUND = "train_loss", "herding_per_step"
@@ -12,7 +12,7 @@ LOSS, BOUND = "train_loss", "herding_per_step"
 ALONE = "grab_pair"  # one worker that holds all units, and may order them freely
 ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
 OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
-PUBLISHED_SORTERS = {LABELS[name]: name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
+PUBLISHED_SORTERS = {label(name): name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
 COLOURS = {
     "cd_grab": "#c4322b",
     "d_rr": "#3465a4",
@@ -66,7 +66,7 @@ def sorter_label(sorter: str, known_as: str = "") -> str:
     """A sorter with its options: "cd_grab,rule=walk" is "CD-GraB, random walk". known_as: its label without options."""
     name, *options = sorter.split(",")
     words = [OPTIONS.get(option.lower(), option.replace("sketch_size=", "sketch of ")) for option in options]
-    return ", ".join([known_as or ONE_WORKER.get(name) or _registered(name) or readable(name), *filter(None, words)])
+    return ", ".join([known_as or ONE_WORKER.get(name) or label(name) or readable(name), *filter(None, words)])
 
 
 def sorter_colour(sorter: str) -> str:
@@ -113,8 +113,3 @@ def column_title(setting: str, value: object) -> str:
 
 def readable(name: str) -> str:
     return " ".join(WORDS.get(word, word) for word in name.split("_"))
-
-
-def _registered(name: str) -> str:
-    """The library's label of a sorter, also of one that was registered from outside."""
-    return LABELS.get(name) or getattr(SORTERS.get(name), "label", "")

@@ -62,10 +62,11 @@ def mean_std(panel: Axes, x: Iterable, mean: Series, std: Series, **style) -> No
 def estimates(panel: Axes, by_x: Mapping[float, Series], alpha: float = 0.15, **style) -> None:
     """Means of values over seeds, with their 95 % intervals where every x has one."""
     x, values = list(by_x), [estimate(some) for some in by_x.values()]
-    panel.plot(x, [value.mean for value in values], **DOTS | style)
-    if values and all(np.isfinite(value.low) for value in values):
-        low, high = [value.low for value in values], [value.high for value in values]
-        panel.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
+    mean, low, high = ([getattr(value, name) for value in values] for name in ("mean", "low", "high"))
+    if values and np.isfinite(low).all():
+        band(panel, x, mean, low, high, alpha, **DOTS | style)
+    else:
+        panel.plot(x, mean, **DOTS | style)
 
 
 def interval(panel: Axes, value: Estimate, y: float, **style) -> None:

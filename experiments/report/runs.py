@@ -13,7 +13,7 @@ from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import counted, sorter_label
 from experiments.store.files import RESULTS
-from experiments.store.records import read_manifest, read_metrics
+from experiments.store.records import METRICS, read_manifest, read_metrics
 
 HARMLESS = {"epochs", "herding_every"}  # settings that may differ from the paper's when its curves are drawn
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
@@ -72,7 +72,7 @@ class Group(Runs):
 
         tables = []
         for manifest in self.manifests:
-            path = manifest["path"] / "metrics.jsonl"
+            path = manifest["path"] / METRICS
             lines = read_metrics(path)
             if len(lines) != (epochs := manifest["science"].get("epochs", len(lines))):
                 raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")

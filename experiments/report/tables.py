@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from experiments.report.kinds import Series
-from experiments.report.names import BASELINE, OURS, column_title, higher_is_better, metric_label
+from experiments.report.names import BASELINE, OURS, column_title, higher_is_better, metric_label, sorter_label
 from experiments.report.published import published, published_metrics
 from experiments.report.runs import Group, Sweep
 from experiments.report.statistics import paired_p
@@ -120,9 +120,9 @@ def _compared(experiment: str, group: Group, metric: str) -> dict[str, str]:
         "size": first.get("size", "paper"),
         "seeds": str(len((ours - baseline).dropna())),
         "metric": metric_label(metric),
-        "D-RR": _mean_std(baseline),
-        "CD-GraB": _mean_std(ours),
-        "CD-GraB − D-RR": paired.pop("mean ± std"),
+        sorter_label(BASELINE): _mean_std(baseline),
+        sorter_label(OURS): _mean_std(ours),
+        f"{sorter_label(OURS)} − {sorter_label(BASELINE)}": paired.pop("mean ± std"),
         **paired,
         "the paper's difference": _papers_difference(experiment, group, metric),
     }
@@ -132,7 +132,8 @@ def _papers_difference(experiment: str, group: Group, metric: str) -> str:
     """The paper's difference at its last epoch. Our own metric is compared with the published code's form of it."""
     theirs = metric if metric in published_metrics(experiment) else f"{metric}_authors"
     finals = _finals(experiment, theirs, group.column)
-    return f"{finals['CD-GraB'] - finals['D-RR']:+.3g}" if {"CD-GraB", "D-RR"} <= set(finals) else "–"
+    both = sorter_label(OURS), sorter_label(BASELINE)
+    return f"{finals[both[0]] - finals[both[1]]:+.3g}" if {*both} <= set(finals) else "–"
 
 
 def _published_finals(experiment: str, metrics: tuple[str, ...], column: str | float | None) -> list[str]:

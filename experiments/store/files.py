@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
+RUNS = RESULTS / "runs"
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cdgrab.checks import count
+from cdgrab.checks import count, one_of
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame
 from experiments.report.text import plural
@@ -140,8 +140,7 @@ def compose_study(overrides: list[str]) -> Study:
     chosen = [override for override in overrides if override.partition("=")[0] in ("study", "size")]
     config = compose_config(chosen, "study")
     size, sizes = config.size, config.study.sizes
-    if size not in sizes:
-        raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {size!r}")
+    one_of("size", size, list(sizes))
     changes = flatten(OmegaConf.to_container(sizes[size]))
     presets = [f"study.{key}={'null' if value is None else value}" for key, value in changes.items()]
     plain = _settings(compose_config([*presets, *chosen], "study").study)

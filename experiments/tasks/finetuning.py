@@ -16,6 +16,7 @@ from experiments.data.cache import cached
 from experiments.data.progress import progress
 from experiments.data.sources import Source, sha256
 from experiments.store import checkpoint
+from experiments.store.files import RUNS
 from experiments.store.records import read_manifest
 from experiments.tasks.gpt2_wiki103 import pretrained
 from experiments.tasks.tiny_gpt2 import SPREAD, Body, TinyGpt2
@@ -23,7 +24,7 @@ from experiments.tasks.tiny_gpt2 import SPREAD, Body, TinyGpt2
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-RUNS = Path(__file__).resolve().parents[2] / "results" / "runs" / "gpt2_wiki103"
+PRETRAINED = RUNS / "gpt2_wiki103"
 LINE_END = "\n"  # how sentences end in the text that the model was trained on
 TEXTS_AT_ONCE = 10_000
 Texts = list[tuple[str, ...]]
@@ -80,7 +81,7 @@ def load_pretrained(directory: str | None, sorter: str, seed: int, size: str, so
     if directory:
         found = Path(directory)
     else:
-        runs = [path.parent for path in RUNS.glob(f"*/*/{sorter}-s{seed}/{checkpoint.FILE}")]
+        runs = [path.parent for path in PRETRAINED.glob(f"*/*/{sorter}-s{seed}/{checkpoint.FILE}")]
         found = _newest({run: read_manifest(run) for run in runs}, sorter, seed, size, source.embedded)
     embedded = read_manifest(found).get("data", {}).get("embedded", source.embedded)
     # Its text is looked for where the sentences are: <root>/glue/<dataset>/train.tsv

@@ -17,11 +17,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cdgrab.checks import differences, one_of
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS, sorter_options
 from cdgrab.sparsify import SPARSIFIERS, sparsifier_options
 from experiments.data.sources import Source
-from experiments.store.files import ROOT
+from experiments.store.files import ROOT, RUNS
 from experiments.tasks import TASKS, locate_data
 from experiments.tasks.settings import complaints, refuse
 from experiments.training.extensions import load_extensions
@@ -100,9 +101,8 @@ def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
         raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
     unsaid = UNSAID | flatten({"task": _task_defaults()})
     now, stored = unsaid | run.science, unsaid | stored
-    differing = sorted(key for key in stored.keys() & now.keys() if stored[key] != now[key])
-    if differing:
-        details = ", ".join(f"{key}={stored[key]} there, {now[key]} here" for key in differing)
+    common = stored.keys() & now.keys()
+    if details := differences({key: stored[key] for key in common}, {key: now[key] for key in common}):
         raise CdgrabError(f"{holder} holds a run with other settings ({details}); choose another run_dir")
 
 
@@ -229,8 +229,7 @@ def _effective_size(config: DictConfig, source: Source) -> str:
 def _presets(config: DictConfig, source: Source) -> dict:
     """Settings by name."""
     sizes = _sizes(config, source)
-    if config.size not in sizes:
-        raise CdgrabError(f"size must be {', '.join(list(sizes)[:-1])} or {list(sizes)[-1]}, got {config.size!r}")
+    one_of("size", config.size, list(sizes))
     # unresolved: a preset may refer to another one, or to what is on the command line
     return OmegaConf.to_container(sizes[config.size], resolve=False)
 
@@ -270,7 +269,7 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     others = sparsifier + "".join(
         f",{k.removeprefix('task.')}={v}" for k, v in changed.items() if not k.startswith("sorter.")
     )
-    folder = ROOT / "results" / "runs" / config.task.name / config.name
+    folder = RUNS / config.task.name / config.name
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder  # shorter in messages
     size = _effective_size(config, source)
     return (

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from cdgrab.checks import auto_or_count
 from cdgrab.errors import CdgrabError, MissingError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from experiments.early import STATUS, say
 from experiments.store.files import ROOT
-from experiments.store.records import read_metrics
+from experiments.store.records import METRICS, read_metrics
 from experiments.training.config import Run, compose
 from experiments.training.grouping import groups
 from experiments.training.session import carry_out, exit_status, may_start
@@ -22,11 +23,10 @@ from experiments.training.session import carry_out, exit_status, may_start
 
 def process_count(wanted: int | str, workers: int) -> int:
     """auto: one process per GPU as far as that divides the workers; one process on a CPU."""
+    auto_or_count("nproc", wanted)
     if wanted == "auto":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1
         return max(n for n in range(1, min(max(gpus, 1), workers) + 1) if workers % n == 0)
-    if not isinstance(wanted, int) or wanted < 1:
-        raise CdgrabError(f"nproc must be auto or a whole number of at least 1, got {wanted!r}")
     return wanted
 
 
@@ -107,7 +107,7 @@ def _announce(waiting: list[Prepared]) -> None:
 
 
 def _show_last(run: Run, named: bool) -> None:
-    last = read_metrics(run.directory / "metrics.jsonl")[-1]
+    last = read_metrics(run.directory / METRICS)[-1]
     shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
     name = f"{run.directory.name}: " if named else ""
     print(f"  {name}" + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)

@@ -222,8 +222,10 @@ class Trainer:
         try:
             seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
         except NotFiniteError:  # what a sparsifier refuses to average
-            step = self.sparse_mean.sparsifier.iteration % self.steps + 1
-            self._end(self.members[0], self._diverged_at(self.members[0], step))
+            (member,) = self.members  # runs with a sparsifier train alone
+            error = self._diverged_at(member, self.sparse_mean.sparsifier.iteration % self.steps + 1)
+            member.end(error)
+            raise error from None
         wishes = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # travel along with the losses
         everybodys = self.group.gather(torch.cat([losses, wishes], dim=-1))
         mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from cdgrab import sorters
 from cdgrab.errors import CdgrabError
-from cdgrab.sorters import LABELS, SORTERS
 from experiments.store import records
 from experiments.store.files import replacing
 from experiments.store.records import now, read_manifest, read_metrics
@@ -51,7 +51,7 @@ class RunLog:
             "name": run.config.name,
             "task": run.config.task.name,
             "sorter": run.config.sorter.name,
-            "sorter_label": LABELS.get(run.config.sorter.name) or SORTERS[run.config.sorter.name].label,
+            "sorter_label": sorters.label(run.config.sorter.name),
             "sparsifier": run.config.sparsifier.name,
             "seed": run.config.seed,
             "size": run.size,

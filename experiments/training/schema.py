@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, ListConfig
 
-from cdgrab.checks import is_whole
+from cdgrab.checks import auto_or_count, is_whole
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import DEVICES
 from cdgrab.sorters import make_sorter
@@ -23,11 +23,6 @@ from experiments.training.gradients import GRADIENTS
 from experiments.training.optimisers import OPTIMISERS, SCHEDULES
 
 COMPILE = ("auto", "off")
-
-
-def replicas(key: str, value: object) -> None:
-    if value != "auto" and not (is_whole(value) and value >= 1):
-        raise CdgrabError(f"{key} must be auto or a whole number of at least 1, got {value!r}")
 
 
 # needed to find the data: a size's settings depend on its kind
@@ -46,7 +41,7 @@ SETTINGS: dict[str, Check] = {
     "checkpoint.every_steps": whole(1, optional=True),
     "restarts": whole(0),
     "nnodes": whole(1),
-    "replicas": replicas,
+    "replicas": auto_or_count,
     "timeout": number(above=0.0, below=1e8),
     "device": one_of(*DEVICES),
     "compile": one_of(*COMPILE),

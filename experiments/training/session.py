@@ -22,7 +22,7 @@ from cdgrab.runtime import heartbeat, rendezvous
 from experiments import early
 from experiments.store import checkpoint
 from experiments.store.lock import locked
-from experiments.store.records import read_manifest, read_metrics
+from experiments.store.records import METRICS, read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training import runlog, signals, snapshot
 from experiments.training.config import Run, refuse_other_settings
@@ -85,7 +85,7 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
     """False (and says so) when the run is complete; refuses a folder that holds something else. `again`: torchrun
     starts it once more."""
     manifest = read_manifest(run.directory)
-    done = len(read_metrics(run.directory / "metrics.jsonl"))
+    done = len(read_metrics(run.directory / METRICS))
     if not manifest:
         if done:
             raise CdgrabError(f"{run.directory} holds metrics without a manifest; choose another run_dir")
@@ -125,12 +125,6 @@ def enough_memory() -> Iterator[None]:
 
 def make_member(run: Run, group: workers.WorkerGroup, device: torch.device) -> Member:
     return Member(run, make_task(run.config, run.source, device), group, device)
-
-
-def build_trainer(run: Run, group: workers.WorkerGroup, device: torch.device) -> Trainer:
-    """Everything in place for the first step of a run alone."""
-    with enough_memory():
-        return Trainer([make_member(run, group, device)])
 
 
 def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] | None) -> dict[Path, CdgrabError]:

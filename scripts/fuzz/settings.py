@@ -12,6 +12,7 @@ import torch
 from cdgrab.runtime.group import WorkerGroup
 from experiments.training import session
 from experiments.training.config import choices, compose, compose_config, flatten
+from experiments.training.loop import Trainer
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
 WORDS += ["{}", "{a:1}", "${seed}", "${nothing}", "'", '"', "a b", "ü", "../..", "/", "0x10", "1_000", "\\", "~", "a=b"]
@@ -27,7 +28,8 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
         run = compose([*chosen, "data=embedded", f"run_dir={scratch / 'never made'}", *small, *overrides])
         session.may_start(run, speak=False)
         if build:
-            session.build_trainer(run, WorkerGroup(run.config.workers), torch.device("cpu"))
+            with session.enough_memory():
+                Trainer([session.make_member(run, WorkerGroup(run.config.workers), torch.device("cpu"))])
 
     while True:
         chosen = [f"{group}={generator.choice(choices(group))}" for group in ("task", "sorter", "sparsifier")]
