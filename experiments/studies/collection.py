@@ -14,7 +14,7 @@ from experiments.studies.base import Study
 from experiments.studies.verdicts import verdict_table
 from experiments.training.config import choices, compose_config
 
-SIZES = ("paper", "quick", "smoke")  # by how much they say
+SIZES = ("paper", "quick", "smoke")  # most informative first
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
 
 Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval is inside the
@@ -39,7 +39,7 @@ def finished(name: str) -> list[Study]:
 
 
 def best(name: str) -> Study:
-    """The finished results that say most."""
+    """The most informative finished results."""
     found = finished(name)
     if not found:
         command = f"make study-{name.replace('_', '-')}"

@@ -23,12 +23,12 @@ from experiments.report.statistics import estimate, power_exponents
 from experiments.studies.base import Part, Study, significant
 from experiments.studies.verdicts import Verdict, judge, judge_every, select
 
-FLOOR_ROUNDS = 5  # the floor is the mean bound of so many last rounds
-FAR_ABOVE = 3  # a bound of so many floors is still on its way down
+FLOOR_ROUNDS = 5  # the floor is the mean bound of this many last rounds
+FAR_ABOVE = 3  # a bound above this many floors is still falling
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
-    """One for every sorter, worker count and seed; and one worker with all vectors for every seed."""
+    """One part for every sorter, worker count and seed; and one worker with all vectors for every seed."""
     for workers in settings.workers:
         if settings.vectors % workers:
             raise CdgrabError(f"{settings.vectors} vectors cannot be split evenly over {workers} workers")
@@ -83,7 +83,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
 
 
 def floors(table: DataFrame) -> DataFrame:
-    """The mean bound of the last rounds, by sorter, workers and seed; of sorters that don't descend, of all rounds."""
+    """The mean bound of the last rounds, by sorter, workers and seed; of all rounds for sorters that don't descend."""
     descends = table["sorter"].map(lambda sorter: SORTERS[sorter].needs_gradients)
     settled = table[~descends | (table["round"] > table["round"].max() - FLOOR_ROUNDS)]
     return settled.groupby(["sorter", "workers", "seed"], as_index=False)["bound"].mean()
@@ -113,7 +113,7 @@ def _descending(settings: DictConfig) -> list[str]:
 
 
 def _halving(table: DataFrame, levels: DataFrame, sorter: str) -> Verdict:
-    """H' = H/2 + c has the floor 2c, and what a bound has above its floor is halved."""
+    """H' = H/2 + c has the floor 2c, and halves the excess of a bound over its floor."""
     levels = levels.rename(columns={"bound": "floor"})
     rows = select(table, sorter=sorter).merge(levels, on=["sorter", "workers", "seed"])
     after = rows.groupby(["workers", "seed"])["bound"].shift(-1)

@@ -1,11 +1,11 @@
 """Workers whose labels differ: losses, test metrics and herding bounds against the skew.
 
-What to expect: all workers visit as many units, so the differences between their means cancel in every step, and only
-how units differ within a worker is left to order. Skewed labels leave less of that.
+What to expect: all workers visit equally many units, so the differences between their means cancel in every step, and
+ordering can only exploit differences within a worker. With skewed labels there is less of them.
 
-Alpha, of the Dirichlet distribution that a worker's mix of classes is drawn from (Hsu, Qi and Brown 2019), is what is
-asked for. All workers get as many units and every unit is dealt out, so the skew that comes out is smaller; it is
-measured on the partitions themselves.
+Each worker's mix of classes is drawn from a Dirichlet distribution with parameter alpha (Hsu, Qi, Brown 2019, arXiv
+1909.06335). Since all workers get equally many units and every unit is used, the actual skew is smaller; it is measured
+on the partitions themselves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lowe
 from experiments.tasks.partition import class_shares
 
 PARTITION = ""  # in place of a sorter: nothing is trained
-DISTANCE, LARGEST = "distance", "largest_share"  # of workers' mixes of classes from that of all; of a class in them
+DISTANCE, LARGEST = "distance", "largest_share"  # between a worker's mix of classes and that of all data; in a mix
 COLUMNS = ("train loss", "train loss against D-RR (%)", "test accuracy (%)", "parallel herding bound")
 
 
 def parts(settings: DictConfig) -> list[Part]:
-    """One training run each, after a look at its workers' classes; the herding bound is that of the last order."""
+    """The skew of every partition, and one training run for each sorter; the herding bound is that of the last
+    order."""
     axes = product(settings.tasks, range(settings.seeds), settings.alphas, (PARTITION, *settings.sorters))
     cases = [{"task": task, "alpha": alpha, "sorter": sorter, "seed": seed} for task, seed, alpha, sorter in axes]
     return [Part(case, partial(_run if case["sorter"] else _skew, settings, case)) for case in cases]
@@ -43,7 +44,7 @@ def _run(settings: DictConfig, case: dict) -> dict[str, list]:
 
 
 def _skew(settings: DictConfig, case: dict) -> dict[str, list]:
-    """The distance is that of total variation, a mean over workers; so is the share of a worker's largest class."""
+    """The total variation distance, and the share of a worker's largest class; both are means over workers."""
     owned, labels = partition(_overrides(settings, case, BASELINE), case["seed"])
     shares, overall = class_shares(owned, labels)
     distance = np.abs(shares - overall).sum(1) / 2
@@ -80,7 +81,7 @@ def ends(settings: DictConfig) -> tuple[float, float]:
 
 
 def lead_slopes(table: DataFrame, settings: DictConfig, task: str, other: str) -> Series:
-    """Of CD-GraB's lead in % of D-RR's loss, in points per tenfold alpha: one straight line per seed."""
+    """Slopes of CD-GraB's lead in % of D-RR's loss, in points per tenfold alpha: one straight line per seed."""
     import pandas as pd
 
     leads = [-difference(select(table, task=task, alpha=alpha), OURS, other) for alpha in settings.alphas]
@@ -146,7 +147,7 @@ def against_alpha(study: Study) -> Figure:
 
 @text.table
 def alpha_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
-    """The skew that came out; losses, test metrics and bounds of every sorter, and the difference from D-RR."""
+    """The actual skew; losses, test metrics and bounds of every sorter, and the difference from D-RR."""
     for task, alpha in product(settings.tasks, settings.alphas):
         some = select(table, task=task, alpha=alpha)
         distance, largest = (by_seed(some, PARTITION, measure).mean() for measure in (DISTANCE, LARGEST))

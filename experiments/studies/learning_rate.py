@@ -19,8 +19,8 @@ from experiments.studies.verdicts import IN_PER_CENT, Verdict, difference, judge
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 TOLERANCE = 0.5  # per cent of D-RR's loss
-LEARNED = 0.95  # of the first loss that a run has to end below: class frequencies alone save less
-APART = 1.13  # a factor between marks that would lie on each other
+LEARNED = 0.95  # a stable run ends below this share of its first loss; knowing class frequencies alone gains less
+APART = 1.13  # a factor between marks that would otherwise overlap
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -48,25 +48,25 @@ class RateSweep:
         self.rates, self.sorters = sorted(self.rows["rate"].unique()), list(settings.sorters)
 
     def stable_rates(self, *sorters: str) -> list[float]:
-        """Those at which, and below which, every seed of these sorters is sound."""
+        """The rates at which, and below which, every seed of these sorters is stable."""
         rows = self.rows[self.rows["sorter"].isin(sorters)]
         sound = rows.groupby("rate")["sound"].all().sort_index().cummin()
         return list(sound[sound].index)
 
     def largest_stable(self, sorter: str) -> Series:
-        """By seed; NaN where even the smallest is not."""
+        """The largest stable rate by seed; NaN if even the smallest is not stable."""
         rows = select(self.rows, sorter=sorter).sort_values("rate")
         sound = rows.groupby("seed")["sound"].cummin()
         return rows["rate"].where(sound).groupby(rows["seed"]).max()
 
     def step(self) -> float:
-        """From D-RR's largest stable rate to the next one tried, in doublings; NaN where there is none."""
+        """From D-RR's largest stable rate to the next one tried, in doublings; NaN if there is none."""
         stable = self.stable_rates(BASELINE)
         larger = [rate for rate in self.rates if stable and rate > stable[-1]]
         return float(np.log2(larger[0] / stable[-1])) if larger else np.nan
 
     def best_losses(self) -> DataFrame:
-        """Of every sorter and seed at its own best rate."""
+        """The loss of every sorter and seed at its own best rate."""
         return select(self.rows, sound=True).groupby(["sorter", "seed"], as_index=False)[LOSS].min()
 
     def differences(self, rate: float, sorter: str = OURS) -> Series:
@@ -145,7 +145,7 @@ def losses_by_rate(study: Study) -> Figure:
 
 @text.table
 def rate_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
-    """Final train losses by rate; in brackets where a seed was not sound; and the largest stable rates."""
+    """Final train losses by rate, in brackets if a seed was not stable; and the largest stable rates."""
     for sweep in rate_sweeps(table, settings):
         for rate in sweep.rates:
             row = {"": sweep.name, "rate": f"{rate:g}"}
@@ -159,7 +159,7 @@ def rate_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str
 
 
 def _draw_losses(panel: Axes, sweep: RateSweep, sorter: str, aside: float) -> None:
-    """aside: by which factor rates are shifted where all are at the same height, not being stable."""
+    """aside: the factor by which unstable rates are shifted, since all of them are drawn at the same height."""
     mean = select(sweep.rows, sorter=sorter).groupby("rate")[LOSS].mean().clip(upper=_highest(sweep))
     stable, style = sweep.stable_rates(sorter), sorter_style(sorter)
     panel.plot(mean[stable], label=sorter_label(sorter), **plots.DOTS | style)
@@ -168,7 +168,7 @@ def _draw_losses(panel: Axes, sweep: RateSweep, sorter: str, aside: float) -> No
 
 
 def _highest(sweep: RateSweep) -> float:
-    """What is higher, having diverged, is drawn here: it would leave no room for the rest."""
+    """Higher (diverged) losses are drawn here: otherwise they would leave no room for the rest."""
     return sweep.rows["start_loss"].mean() * 1.03
 
 

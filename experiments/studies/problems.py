@@ -1,7 +1,7 @@
 """Small learning problems with a known answer, for many seeds at once: linear models under three losses.
 
 A model predicts from z = <x, w>, so that an example's gradient is slope(z, y)·x + ridge·w. Labels are made from weights
-of length 1 and label noise; every seed (replica) has data of its own.
+of length 1 and label noise; every seed (replica) has its own data.
 
     least_squares   ½(z − y)²                       y = <x, w₀> + noise
     logistic        log(1 + eᶻ) − y·z + ridge       y ~ Bernoulli(sigmoid(<x, w₀>)); its noise is the coin
@@ -22,14 +22,14 @@ from cdgrab.errors import CdgrabError
 
 try:
     from numba import njit
-except ImportError:  # numba is optional: the same loops, much slower
+except ImportError:  # numba is optional: without it the loops are the same, but much slower
 
     def njit(**options):
         return lambda function: function
 
 
 KINDS = ("least_squares", "logistic", "tanh_neuron")
-NEWTON_STEPS = 50  # far more than convex problems of this size take
+NEWTON_STEPS = 50  # far more than convex problems of this size need
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Problem:
 
 
 def make_problem(kind: str, seeds: int, examples: int, dim: int, noise: float = 1.0, ridge: float = 0.0) -> Problem:
-    """One problem per seed 0, 1, …; fewer examples are a part of more."""
+    """One problem per seed 0, 1, …; a smaller problem consists of the first examples of a larger one."""
     if kind not in KINDS:
         raise CdgrabError(f"unknown problem {kind!r}; the problems are {', '.join(KINDS)}")
     draws = np.stack([streams.stream(seed, "study", 0).normal(size=(examples, dim + 1)) for seed in range(seeds)])

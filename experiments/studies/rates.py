@@ -1,10 +1,11 @@
 """Convergence rates: how the final gap falls with workers, with units per worker and with epochs.
 
-Convex problems are measured by their gap, loss − smallest loss; the non-convex one by its squared gradient norm, as the
-theory does. Both are means over the last quarter of the epochs. The quarter before tells whether a run has arrived at
-its noise floor: only there do gaps measure the order of examples.
+Convex problems are measured by their gap, loss − smallest loss; the non-convex one by its squared gradient norm, as in
+the theory. Both are means over the last quarter of the epochs. The quarter before tells whether a run has reached its
+noise floor: only there do gaps measure the effect of the order.
 
-The rates are those of Theorems 1 and 2 of the CD-GraB paper: smooth non-convex losses, and the P.L. condition.
+The rates are those of Theorems 1 and 2 of the CD-GraB paper (arXiv 2302.00845): smooth non-convex losses, and the P.L.
+condition.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
 GAPS = ("gap", "squared gradient norm")  # of convex problems, of the other
 SWEEPS = ("workers", "units", "epochs")
-LONGER = 2  # times the epochs, at the same rate: no use at the noise floor
+LONGER = 2  # times the epochs, at the same rate: at the noise floor this changes nothing
 SETTLED = 1.5  # at the noise floor, the gaps of the last two quarters differ by less than this factor
 # Limits of the exponents: the P.L. rates are −1 (random) and −2 (balanced; in epochs both), with room for finite ranges
 RANDOM, BALANCED, TIGHT = {"least": -1.4, "most": -0.7}, {"most": -1.8}, {"least": -2.2, "most": -1.8}
 NON_CONVEX_RATE = 2 / 3
-# Exponents on least squares by an independent reference computation, with the same settings
+# Exponents on least squares from an independent reference computation with the same settings
 REFERENCE = {
     "workers": {BASELINE: -0.97, UNCOORDINATED: -1.07, MEAN: -0.58, OURS: -2.6},
     "units": {BASELINE: -0.96, UNCOORDINATED: -2.8, OURS: -2.9},
 }
-AGREES = 0.1  # how far from it an exponent may be
+AGREES = 0.1  # how much an exponent may differ from the reference
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
-    """One for every problem, setting and sorter; all seeds at once."""
+    """One part for every problem, setting and sorter; all seeds at once."""
     for problem, options in settings.problems.items():
         yield from (Part(case, partial(_run, settings, case)) for case in _cases(settings, problem, options))
 
@@ -55,7 +56,7 @@ def final_gaps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean gaps of the third and of the last quarter of the epochs, [seeds] each, of plain SGD from zero.
 
-    One worker with all units takes as many per step as there are workers otherwise.
+    A single worker with all units visits as many per step as there are workers otherwise.
     """
     seeds, _, dim = problem.features.shape
     alone = sorter in ONE_WORKER
@@ -80,11 +81,11 @@ def _cases(settings: DictConfig, problem: str, options: DictConfig) -> list[dict
     usual = {**settings.fixed, "epochs": settings.epochs, "noise": options.noise, "rate": options.rate}
     swept = [("workers", {"workers": value}) for value in settings.workers]
     swept += [("units", {"units": value}) for value in settings.units]
-    swept += [  # as far in all, in smaller steps
+    swept += [  # the same total length, in smaller steps
         ("epochs", {"epochs": value, "rate": options.rate * settings.epochs / value}) for value in settings.lengths
     ]
     named = [(name, sorter, change) for name, change in swept for sorter in settings.sorters]
-    if problem == NON_CONVEX:  # what limits it, at every worker count that slopes are fitted to
+    if problem == NON_CONVEX:  # is it limited by noise, at every worker count that slopes are fitted to?
         checks = [("noise", {"noise": value}) for value in settings.noises]
         checks += [("longer", {"epochs": times * settings.epochs}) for times in (1, LONGER)]
         counts = [{"workers": count} for count in settings.workers if count >= settings.fixed.workers]
@@ -117,12 +118,12 @@ class Gaps:
         self.gap = GAPS[problem == NON_CONVEX]
 
     def fitted(self, x: str, sorter: str) -> DataFrame:
-        """The rows that a slope is fitted to: small counts are left out, they are no asymptotics."""
+        """The rows that a slope is fitted to, without small counts: they are not asymptotic."""
         rows = select(self.sweep(x), sorter=sorter)
         return rows[rows[x] >= self._from(x)]
 
     def curve(self, x: str, sorter: str) -> DataFrame:
-        """Geometric mean over seeds and a standard deviation to both sides; `fitted`: the slope is fitted to it."""
+        """Geometric mean over seeds ± a standard deviation; `fitted`: whether the slope is fitted to it."""
         logarithms = np.log(select(self.sweep(x), sorter=sorter).set_index(x)["gap"]).groupby(level=0)
         mean, spread = logarithms.mean(), logarithms.std(ddof=0)
         curve = np.exp(mean).to_frame("mean").assign(low=np.exp(mean - spread), high=np.exp(mean + spread))
@@ -137,7 +138,7 @@ class Gaps:
         return power_exponents(self.fitted(x, sorter), x, "gap")
 
     def unsettled(self, x: str, *sorters: str) -> str:
-        """Why a slope says nothing about orders: points that have not come to their noise floor."""
+        """Why a slope says nothing about orders: points that have not reached their noise floor."""
         import pandas as pd
 
         rows = pd.concat([self.fitted(x, sorter) for sorter in sorters])
@@ -177,7 +178,7 @@ def exponent_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str,
 
 
 def _convex(gaps: Gaps) -> Iterator[Verdict]:
-    """What the P.L. rates say; only coordination should improve the slope in workers."""
+    """What the P.L. rates predict: only coordination improves the slope in workers."""
 
     def no_faster(sorter: str, note: str = "") -> Verdict:
         words = f"{label(sorter)}'s gap falls like epochs^−2 and no faster"
@@ -197,9 +198,9 @@ def _convex(gaps: Gaps) -> Iterator[Verdict]:
 
 
 def _non_convex(gaps: Gaps) -> Iterator[Verdict]:
-    """First that noise is what limits it, then the rates: upper bounds, that may be beaten.
+    """First whether it is limited by noise, then the rates: upper bounds, which may be beaten.
 
-    D-RR's rate needs D-RR's proof; CD-GraB's, and what compares it with others, those of both.
+    D-RR's rate needs this to be shown for D-RR; CD-GraB's, and comparisons with it, for both.
     """
     checks = {sorter: [_follows_noise(gaps, sorter), _has_arrived(gaps, sorter)] for sorter in (BASELINE, OURS)}
     open_for = [sorter for sorter, lines in checks.items() if any(line.answer != HOLDS for line in lines)]
@@ -217,7 +218,7 @@ def _non_convex(gaps: Gaps) -> Iterator[Verdict]:
 
 
 def _as_the_reference(gaps: Gaps) -> Verdict:
-    """The one exponent in workers whose interval is not around it."""
+    """The one exponent in workers whose interval does not contain the reference."""
     expected = REFERENCE["workers"][MEAN]
     words = f"exponent of {label(MEAN)}'s {gaps.gap} in workers is that of an independent reference computation"
     limits = {"least": expected - AGREES, "most": expected + AGREES}

@@ -36,7 +36,7 @@ def gaps_by_setting(study: Study) -> Figure:
 
 @plots.styled
 def exponents(study: Study) -> Figure:
-    """All fitted exponents with their intervals; grey bands are what is accepted as the P.L. theory's −1 and −2."""
+    """All fitted exponents with their intervals; grey bands: what is accepted as the P.L. theory's −1 and −2."""
     sorters, problems = list(study.settings.sorters), list(study.settings.problems)
     figure, (row_of_panels,) = plots.panels(1, len(SWEEPS), 9.6, 0.42 * len(sorters) + 1.7, sharey=True)
     for panel, x in zip(row_of_panels, SWEEPS, strict=True):
@@ -56,8 +56,8 @@ def exponents(study: Study) -> Figure:
 
 @plots.styled
 def noise_check(study: Study) -> Figure:
-    """Is the non-convex problem limited by noise? It then follows the noise, and going on is no use; darker lines have
-    more workers."""
+    """Is the non-convex problem limited by noise? Then it follows the noise, and training longer changes nothing.
+    Darker lines have more workers."""
     gaps = Gaps(study.table, study.settings, NON_CONVEX)
     noise, longer = (gaps.sweep(name) for name in ("noise", "longer"))
     titles = ("less noise", f"{LONGER} times the epochs")

@@ -1,7 +1,7 @@
 """One sorter for many seeds at once: the rules of `cdgrab.sorters` through the same kernels, with one call for all.
 
-Workers that balance alone do not know whose seed they belong to: replicas × workers is just more workers. Coordinated
-workers share one running sum per replica: there every replica is a single worker that visits the rows of its own
+Workers that balance alone do not depend on each other, so replicas × workers are simply more workers. Coordinated
+workers share one running sum per replica, so every replica is treated as a single worker that visits the rows of its
 workers in rank order, position by position. Orders equal those of `make_sorter` with the same seed (tested).
 """
 
@@ -25,7 +25,7 @@ class ReplicatedSorter:
         self.kind = SORTERS.get(name)
         if self.kind in (None, KernelHalving):
             raise CdgrabError(f"sorter {name!r} has no form for many seeds at once")
-        source = "shuffle_once" if self.kind.needs_gradients else name  # all sorters that balance start like it
+        source = "shuffle_once" if self.kind.needs_gradients else name  # all balancing sorters have this first order
         self._sorters = [make_sorter(source, workers=workers, units=units, dim=dim, seed=r) for r in range(replicas)]
         self._order = torch.empty(replicas, workers, 0, dtype=torch.long)
         self._stale_mean = torch.zeros(replicas * workers, dim, dtype=torch.float64)
@@ -65,5 +65,5 @@ class ReplicatedSorter:
 
 
 def _signs(rows: Tensor) -> Tensor:
-    """Greedy signs [positions, sums] of rows [positions, sums, dim], every column against its own sum from zero."""
+    """Greedy signs [positions, sums] of rows [positions, sums, dim]; every column has its own sum, zero at first."""
     return kernels.balance(rows, torch.zeros_like(rows[0]), torch.zeros(rows.shape[:2], dtype=torch.float64))

@@ -1,7 +1,7 @@
 """What coordination costs and what it brings, from 2 to 64 workers: at a fixed batch, and with a batch that grows.
 
-Losses and herding bounds come from training runs, with all workers in one process. Times come from epochs of D-RR and
-CD-GraB that take turns in the same processes, and count as ratios: what slows the machine down slows both.
+Losses and herding bounds come from training runs with all workers in one process. Times come from epochs of D-RR and
+CD-GraB that take turns in the same processes, and are compared as ratios: other load on the machine slows both down.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_GROWTH = 0.1  # an exponent
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
-    """Training runs first; then, one at a time, epochs with a clock."""
+    """Training runs first; then timed epochs, one part at a time."""
     cells = list(product(settings.tasks, MODES, settings.workers))
     for cell, seed, sorter in product(cells, range(settings.seeds), settings.sorters):
         case = _key("trained", *cell, sorter=sorter, seed=seed)
@@ -153,8 +153,8 @@ def _time_stays(task: TaskResults) -> Verdict:
 
 
 def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
-    """With one unit per process and step, and gradients that are not short, the mean's own exchange serves the sorter;
-    else pair differences are sent beside it."""
+    """With one unit per process and step, and long gradients, the exchange for the mean is all that the sorter needs;
+    otherwise pair differences are sent in addition."""
     rows = select(task.distributed, mode=mode)
     ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
     words = f"{task.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"

@@ -34,7 +34,7 @@ def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, l
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    """Answers are those of single tests; what adjusting for all sorters of a task makes of them is in the notes."""
+    """Answers come from single tests; p values adjusted for all sorters of a task are in the notes."""
     for task in settings.tasks:
         rows, name = select(table, task=task), names.task_name(task)
         p = p_values(rows, settings)
@@ -53,7 +53,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
 
 
 def p_values(rows: DataFrame, settings: DictConfig) -> DataFrame:
-    """Of every sorter's difference from D-RR on one task: single, and adjusted for testing all of them (Holm)."""
+    """p values of every sorter's difference from D-RR on one task: single, and adjusted for testing all (Holm)."""
     import pandas as pd
 
     p = {sorter: paired_p(list(difference(rows, sorter))) for sorter in settings.sorters if sorter != BASELINE}

@@ -1,4 +1,4 @@
-"""Sparse gradients: what ExDyna and its peers select, send and cost, and where training with them ends.
+"""Sparse gradients: what ExDyna and its peers select, send and cost, and the losses that training with them reaches.
 
 Synthetic gradients (heavy-tailed, layered, with error feedback) answer the questions about density, balance,
 thresholds, time and bytes; tasks of the suite and a small sparse model those about convergence.
@@ -23,12 +23,12 @@ from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, 
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, select
 
-LAST = 20  # iterations over which a settled value is taken
-WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which its mean is taken at 0.001
+LAST = 20  # a settled value is the mean over so many last iterations
+WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which it is averaged at 0.001
 CLOSE, FAR = 0.1, 0.3  # relative errors of the density
-CHEAPER = 8  # times that selecting should be with ExDyna
-SAME_DENSITY = 0.15  # relative difference of densities that still counts as the same
-LONG_SETTLED = 20  # iterations that a density has to stay close to have settled
+CHEAPER = 8  # how many times faster selecting should be with ExDyna
+SAME_DENSITY = 0.15  # densities that differ by less, relatively, count as the same
+LONG_SETTLED = 20  # a density that stays close for so many iterations has settled
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -42,17 +42,17 @@ def parts(settings: DictConfig) -> Iterator[Part]:
 
 
 def _cases(settings: DictConfig) -> Iterator[tuple]:
-    """Of synthetic gradients: the measure, what computes it, and its arguments but for the seed."""
+    """For synthetic gradients: the measure, the function that computes it, and its arguments except the seed."""
     densities, methods = settings.densities, settings.methods
     dim, length, usual = settings.dim, settings.iterations, (settings.workers, densities[0])
-    even_layers = partial(layered, layers=24, decades=1.0)  # for the balance: no partition is hopeless
+    even_layers = partial(layered, layers=24, decades=1.0)  # for the balance: so that every partition can be balanced
     settling = partial(layered, shrinks=True)
     for density, method in product(densities, methods):
         yield "density", layered, method, settings.workers, density, dim, length
     for density, workers in product(densities, settings.held_workers):
         yield "held", layered, OURS, workers, density, settings.held_dim, length
     for crowd, method in product(settings.crowds, (*methods, DENSE)):
-        some = length if method == sparsifiers.PUBLISHED else 3 * LAST  # the paper's threshold is long on its way
+        some = length if method == sparsifiers.PUBLISHED else 3 * LAST  # the paper's threshold takes long to settle
         yield "build-up", layered, method, crowd, densities[0], dim, some
     for rule in sparsifiers.RULES:
         yield "imbalance", even_layers, rule, *usual, dim, length
@@ -63,7 +63,7 @@ def _cases(settings: DictConfig) -> Iterator[tuple]:
 
 
 def _timings(settings: DictConfig, seed: int) -> Iterator[Part]:
-    timed = [method for method in settings.methods if method != sparsifiers.PUBLISHED]  # which selects as `exdyna` does
+    timed = [method for method in settings.methods if method != sparsifiers.PUBLISHED]  # it selects like `exdyna`
     for workers in settings.timed_workers:
         case = (workers, settings.densities[0])
         compute = partial(sparsifiers.selection_seconds, timed, *case, settings.timed_dim, seed)
@@ -111,13 +111,13 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
 
 
 def settled_mean(rows: DataFrame, column: str) -> Series:
-    """Over the last iterations, one per seed."""
+    """The mean over the last iterations, one per seed."""
     last = rows[rows["iteration"] > rows["iteration"].max() - LAST]
     return last.groupby("seed")[column].mean()
 
 
 def settling_time(rows: DataFrame, after: int, until: int) -> Series:
-    """Iterations until the density stays close for a while, one per seed; the whole time where it never does."""
+    """Iterations until the density stays close for a while, one per seed; all iterations if it never does."""
 
     def first(ratios: Series) -> int:
         near = ((ratios - 1).abs() <= CLOSE).rolling(LONG_SETTLED).min()
@@ -194,7 +194,7 @@ def _settles(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
 
 
 def _spelt(times: Series, length: int) -> str:
-    """37, or how many of the seeds never came to an end."""
+    """The mean, and how many seeds never settled."""
     never = int((times >= length).sum())
     if never == len(times):
         return f"never within {length}"
@@ -202,7 +202,7 @@ def _spelt(times: Series, length: int) -> str:
 
 
 def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> Iterator[Verdict]:
-    """On the mean, and for the slowest: the exchange waits for everybody."""
+    """For the mean worker and for the slowest one: the exchange waits for all."""
     rows = select(table, measure="time", workers=workers)
     longest = rows.set_index("timed")["longest"][OURS]
     notes = {
@@ -225,7 +225,7 @@ def _fewer_bytes(table: DataFrame, settings: DictConfig) -> Verdict:
 
 
 def _sparse_verdicts(table: DataFrame) -> Iterator[Verdict]:
-    """An embedding layer: a worker's gradient is zero but for a few rows."""
+    """An embedding layer: a worker's gradient is zero except in a few rows."""
     rows = select(table, measure="sparse model")
     ours, dense, forgetful = (select(rows, method=method) for method in (OURS, DENSE, sparsifiers.FORGETFUL))
     what = f"sparse model ({ours['nonzero'].mean():.1%} of a worker's gradient is not zero)"

@@ -57,7 +57,7 @@ def synthetic(study: Study) -> Figure:
 
 @plots.styled
 def trainings(study: Study) -> Figure:
-    """Train loss by epoch for every task, at one actual density; dashed with D-RR, drawn out with CD-GraB."""
+    """Train loss by epoch for every task, at the same actual density; dashed with D-RR, solid with CD-GraB."""
     rows = select(study.table, measure="training")
     tasks = list(rows["task"].unique())
     figure, (row_of_panels,) = plots.panels(1, len(tasks), 4.8 * len(tasks), 3.9)
@@ -77,7 +77,7 @@ def trainings(study: Study) -> Figure:
 
 
 def method_colour(method: str) -> str:
-    """Of a variant that of its last option."""
+    """The colour of a method; a variant has that of its last option."""
     name, options = options_of(method)
     known = [COLOURS[key] for key in (name, *options.values()) if key in COLOURS]
     return known[-1] if known else OTHER_COLOURS[0]
@@ -88,7 +88,7 @@ def _named(method: str) -> dict:
 
 
 def _draw_mean(panel: Axes, rows: DataFrame, x: str, y: str, smooth: int = 1, **style) -> None:
-    """Over seeds, which differ in the model's first parameters more than methods do: their spread is in the tables."""
+    """The mean over seeds. Their initial parameters make seeds differ more than methods: tables show the spread."""
     mean = rows.groupby(x)[y].mean().rolling(smooth, center=True, min_periods=1).mean()
     panel.plot(mean.index, mean, **style)
 
@@ -138,7 +138,7 @@ def _frame_ratios(panel: Axes, title: str) -> None:
 
 
 def _name_lines(panel: Axes, methods: tuple) -> None:
-    """In the panel: variants are none of the methods that the figure's legend names."""
+    """Labels in the panel, since the figure's legend does not contain the variants."""
     for row, method in enumerate(methods):
         place, style = (0.97, 0.98 - 0.075 * row), {"color": method_colour(method), "ha": "right", "va": "top"}
         panel.annotate(variant(method), place, xycoords="axes fraction", **style)
@@ -169,7 +169,7 @@ def _draw_sparse_model(panel: Axes, study: Study) -> None:
 
 @text.table
 def training_table(table: DataFrame) -> Iterator[dict[str, str]]:
-    """Where every run ends."""
+    """The final loss of every run."""
     runs = select(table, measure="training").groupby(["task", "method", "sorter"], sort=False)
     for (task, method, sorter), some in runs:
         dense = method == DENSE

@@ -1,4 +1,4 @@
-"""Sparsifiers in a study: names that carry options, what they do to synthetic gradients, how they train."""
+"""Sparsifiers in a study: names with options, measurements on synthetic gradients, and training."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from experiments.training.loop import Trainer
 OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
 STATIC, FIXED, FORGETFUL = "exdyna,rule=static", "exdyna,threshold=fixed", "exdyna,error_feedback=false"
 RULES = (STATIC, "exdyna,rule=paper", "exdyna,rule=relative", OURS)
-# no worker is held back where thresholds are compared: that would hide one that is too low
+# thresholds are compared without a limit per worker, which would hide a threshold that is too low
 THRESHOLDS = tuple(f"exdyna,rule=relative,threshold={t}" for t in ("counted", "proportional", "paper", "fixed"))
 ABLATED = (DENSE, OURS, STATIC, FIXED, FORGETFUL, TOPK)
 RESNET = "cifar10, ResNet-18"
 MODELS = {"cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}  # tasks that this study has with two models
 TRAINED_DENSITY = 0.01
 
-REDUCTIONS, REPEATS = 3, 7  # before times are taken, and how often they are
-FOLLOWING = 0.3  # how fast the number of coordinates follows the density that is to be matched
-TOO_LARGE = 3.0  # by this factor gradients are for the paper's first threshold where settling is measured
+REDUCTIONS, REPEATS = 3, 7  # reductions before times are measured, and how many times they are measured
+FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that is to be matched
+TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor
 SPARSE = {"words": 20_000, "width": 8, "length": 20}
 SPARSE_TRAINING = {"batch": 8, "rate": 1.0}
 SHORT = {"error_feedback=false": "no error feedback", "threshold=fixed": "fixed threshold"}
@@ -45,7 +45,7 @@ def options_of(method: str) -> tuple[str, dict]:
 
 
 def method_label(method: str) -> str:
-    """As figures, tables and verdicts name it."""
+    """The name in figures, tables and verdicts."""
     name, *options = method.split(",")
     if method == PUBLISHED:
         return "ExDyna as published"
@@ -54,7 +54,7 @@ def method_label(method: str) -> str:
 
 
 def variant(method: str) -> str:
-    """What tells it from the others of RULES or THRESHOLDS: its last option."""
+    """Its last option, which distinguishes it from the others of RULES or THRESHOLDS."""
     return method.rpartition("=")[2] if "=" in method else "balanced"
 
 
@@ -73,9 +73,10 @@ def build(method: str, workers: int, dim: int, density: float, **more: object) -
 def layered(
     method: str, workers: int, density: float, dim: int, iterations: int, seed: int, shrinks: bool = False, **shape
 ) -> dict[str, list]:
-    """What a method does to layered gradients, in every iteration; `ratio` is actual density / target.
+    """What a method does to layered gradients, by iteration; `ratio` is actual density / target.
 
-    shrinks: gradients are too large for the paper's first threshold; a third of the way on they shrink tenfold.
+    shrinks: gradients are too large for the paper's first threshold; after a third of the iterations they shrink
+    tenfold.
     """
     sparsifier, kept = build(method, workers, dim, density), []
     gradients = LayeredGradients(workers, dim, seed, **shape)
@@ -89,7 +90,8 @@ def layered(
 
 
 def sparse_model(method: str, workers: int, density: float, steps: int, seed: int) -> dict[str, list]:
-    """Ten losses in the course of training, and means over all steps; `nonzero`: of a worker's gradient."""
+    """Ten losses during training, and means over all steps; `nonzero`: the share of a worker's gradient that is not
+    zero."""
     model = SparseModel(**SPARSE, seed=seed)
     sparsifier, seen = build(method, workers, model.dim, density), []
 
@@ -105,14 +107,16 @@ def sparse_model(method: str, workers: int, density: float, steps: int, seed: in
 
 
 def selection_seconds(methods: list[str], workers: int, density: float, dim: int, seed: int) -> dict[str, list]:
-    """Seconds that workers take to select, methods in turn, on one core; medians of repetitions.
+    """Seconds that workers take to select, on one core, with the methods taking turns; medians of repetitions.
 
     The workers select one after the other from the same gradient. `selection`: the mean over those that select
-    anything; `slowest`: of the worker that takes longest, for which the others wait. `longest`: the longest partition's
-    length, as a multiple of the mean, where there are partitions.
+    anything; `slowest`: the time of the slowest worker, for which the others wait. `longest`: the length of the longest
+    partition, as a multiple of the mean, if there are partitions.
     """
     rows = LayeredGradients(1, dim, seed)().expand(workers, dim)
-    ready = [build(method, workers, dim, density, error_feedback=False, group=Heard(workers)) for method in methods]
+    ready = [
+        build(method, workers, dim, density, error_feedback=False, group=RecordingGroup(workers)) for method in methods
+    ]
     for sparsifier in ready:
         for _ in range(REDUCTIONS):
             sparsifier.reduce(rows)
@@ -128,8 +132,8 @@ def selection_seconds(methods: list[str], workers: int, density: float, dim: int
 
 
 @dataclass(frozen=True)
-class Heard(WorkerGroup):
-    """All workers in one process. What they tell each other is kept."""
+class RecordingGroup(WorkerGroup):
+    """All workers in one process. Records the results of their collectives."""
 
     answers: list[Tensor] = field(default_factory=list)
 
@@ -143,8 +147,8 @@ class Heard(WorkerGroup):
 
 
 @dataclass(frozen=True)
-class HeardAgain(WorkerGroup):
-    """One of these workers, to which the others answer as before."""
+class ReplayingGroup(WorkerGroup):
+    """One of these workers on its own, with the recorded results of the collectives."""
 
     answers: Iterator[Tensor] = field(kw_only=True)
 
@@ -161,7 +165,7 @@ def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
     of_workers, seconds = sparsifier.state_dict()["per_worker"], []
     for worker, row in enumerate(rows.split(1)):
         alone = copy(sparsifier)
-        alone.group = HeardAgain(len(rows), worker, len(rows), answers=iter(sparsifier.group.answers))
+        alone.group = ReplayingGroup(len(rows), worker, len(rows), answers=iter(sparsifier.group.answers))
         for name, values in of_workers.items():
             setattr(alone, name, values[worker : worker + 1])
         start = time.perf_counter()
@@ -172,8 +176,8 @@ def _seconds_by_worker(sparsifier: Sparsifier, rows: Tensor) -> list[float]:
 
 
 def _right_scale(dim: int, density: float, seed: int, **shape: float) -> float:
-    """With it a worker's first gradient has as many coordinates above the threshold of `hard_threshold`, where the
-    paper's own rule starts, as are wanted. Methods that measure the scale don't need this favour."""
+    """The scale at which as many coordinates as wanted of a worker's first gradient reach the threshold of
+    `hard_threshold`, where the paper's rule starts. Methods that measure the scale do not need this help."""
     fixed = build("hard_threshold", 1, dim, density)
     return fixed.value / float(LayeredGradients(1, dim, seed, **shape)().abs().flatten().topk(fixed.target).values[-1])
 
@@ -192,8 +196,8 @@ def _column(values: list[float | None]) -> list[float | None]:
 
 
 class MatchedMean(SparseAverager):
-    """Holds the density of the update although workers select the same coordinates now more, now less: how many each
-    selects is adapted. Methods would otherwise be compared at different densities."""
+    """Holds the density of the update by adapting how many coordinates each worker selects: how much the workers'
+    selections overlap varies. Otherwise methods would be compared at different densities."""
 
     def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
         update, sparsifier = super().average(worker_means), self.sparsifier

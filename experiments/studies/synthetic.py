@@ -1,4 +1,4 @@
-"""Gradients to try sparsifiers on: layered and heavy-tailed, as those of deep networks, and those of a sparse model."""
+"""Gradients to test sparsifiers with: layered and heavy-tailed, like those of deep networks, and of a sparse model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class LayeredGradients:
-    """Heavy-tailed noise of which the workers share some, on coordinates whose scales differ by layer and by
-    themselves, with a small constant part. Calls give [workers, dim] for one iteration after another."""
+    """Heavy-tailed noise, partly shared by the workers, with a small constant part; scales differ between layers and
+    between coordinates. Every call returns [workers, dim] of the next iteration."""
 
     def __init__(self, workers: int, dim: int, seed: int = 0, layers: int = 12, decades: float = 2.0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -27,7 +27,7 @@ class LayeredGradients:
     def __call__(self) -> Tensor:
         shared = 0.5 * self._noise() + self.constant
         rows = torch.empty(self.workers, self.dim)
-        for row in rows:  # in place: of a million coordinates for each of 64 workers, copies take most of the time
+        for row in rows:  # in place: with a million coordinates and 64 workers, copies would take most of the time
             torch.add(self._noise(), shared, out=row).mul_(self.scale)
         return rows
 
@@ -41,7 +41,7 @@ class LayeredGradients:
 
 class SparseModel:
     """Texts are classified by a linear layer on the sum of their words' embeddings. Words follow Zipf's law, so that a
-    worker's gradient is zero but for the few words it has just read. Labels come from a hidden score per word."""
+    worker's gradient is zero except for the few words it has just read. Labels come from a hidden score per word."""
 
     def __init__(self, words: int, width: int, length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ class SparseModel:
     def train(
         self, reduce: Callable[[Tensor], Tensor], workers: int, batch: int, steps: int, rate: float
     ) -> list[float]:
-        """Plain SGD. The loss on texts that are never trained on, ten times in the course of the steps."""
+        """Plain SGD. Returns the loss on held-out texts, measured ten times during training."""
         gradient, losses = torch.func.vmap(torch.func.grad(self.loss), in_dims=(None, 0, 0)), []
         tested = self.texts(2000)
         for step in range(steps):

@@ -1,8 +1,8 @@
-"""Epochs with a clock: D-RR and CD-GraB trained in the same processes, epoch by epoch in turn.
+"""Timed epochs: D-RR and CD-GraB train in the same processes and take turns epoch by epoch.
 
-`python -m experiments.studies.timing FILE epochs least_seconds settings…`, under torchrun or alone, writes to FILE0
-what `in_turn` finds. Beside seconds stand CPU seconds, of all processes together: what else runs on the machine hardly
-changes these.
+`python -m experiments.studies.timing FILE epochs least_seconds settings…`, under torchrun or alone, writes the result
+of `in_turn` to FILE0. Besides seconds it records the CPU seconds of all processes together, which other load on the
+machine hardly changes.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ def under_torchrun(module: str, processes: int, arguments: Sequence[object]) -> 
 
 
 def finish_on(device: str) -> Callable[[], None]:
-    """Waits for what was started on a device."""
+    """A function that waits for the device to finish."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 def make_trainer(run: Run, task: Task | None = None) -> Trainer:
-    """Its traffic is counted apart from that of others. A task knows nothing of runs: several may share it."""
+    """A trainer with its own count of traffic. Several runs may share a task, which knows nothing about runs."""
     torch.set_num_threads(run.config.threads)
     device = workers.pick_device(run.config.device)
     task = task or make_task(run.config, run.source, device)
     return alone(run, task, workers.connect(run.config.workers), device)
 
 
-def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) -> tuple[Tensor, dict]:
-    """One epoch as `Trainer.fit` has it, without the evaluation, and with the next order at its end: whatever is
-    decided beside the training must not reach into the other sorter's epoch. Returns that order and the times."""
+def train_epoch(
+    trainer: Trainer, order: Tensor, epoch: int, wait: Callable[[], None] = lambda: None
+) -> tuple[Tensor, dict]:
+    """One epoch as in `Trainer.fit`, without the evaluation, and including the next order: what is decided beside the
+    training must not extend into the other sorter's epoch. Returns that order and the times."""
     trainer.group.barrier()
     wait()
     start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
@@ -72,8 +74,8 @@ def train_epoch(trainer: Trainer, order: Tensor, epoch: int, wait=lambda: None) 
 
 
 def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
-    """The times of at least so many epochs and seconds, by sorter, after one of each that warms up; and `what` was
-    trained. The same in every process, but for the seconds."""
+    """The times of at least so many epochs and seconds, by sorter, after one warm-up epoch each; `what`: what was
+    trained. All processes return the same, except for the seconds."""
     runs = {sorter: compose([*settings, f"sorter={sorter}"]) for sorter in SORTERS}
     some = make_trainer(runs["d_rr"])
     trainers = {"d_rr": some, "cd_grab": make_trainer(runs["cd_grab"], some.task)}
@@ -84,12 +86,12 @@ def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
             for sorter, trainer in trainers.items():
                 orders[sorter], times = train_epoch(trainer, orders[sorter], epoch, wait)
                 found[sorter] += [times] if epoch else []
-            if epoch == 1:  # how many more: the first process decides for all
+            if epoch == 1:  # the first process decides for all how many more there are
                 more = torch.tensor([least_seconds / found[SORTERS[0]][0]["seconds"]], dtype=torch.float64)
                 epochs = max(epochs, min(MOST_EPOCHS, int(some.group.gather(more)[0])))
             epoch += 1
     sent = {sorter: _most_sent(trainer.group) // (trainer.steps * epoch) for sorter, trainer in trainers.items()}
-    for sorter in SORTERS:  # one's wait is another's work: CPU time of all processes together
+    for sorter in SORTERS:  # CPU time of all processes together: while one waits, another works
         of_this = torch.tensor([times["cpu_seconds"] for times in found[sorter]], dtype=torch.float64)
         for times, cpu_seconds in zip(found[sorter], some.group.all_reduce(of_this).tolist(), strict=True):
             times["cpu_seconds"] = cpu_seconds
@@ -98,7 +100,7 @@ def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
 
 
 def _most_sent(group: workers.WorkerGroup) -> int:
-    """Bytes, by the process that sent most."""
+    """The bytes sent by the process that sent most."""
     return int(group.gather(torch.tensor([group.traffic.sent])).max())
 
 

@@ -1,4 +1,4 @@
-"""From measurements over seeds to verdicts: what estimates with confidence intervals say about a claim."""
+"""From measurements over seeds to verdicts: whether estimates with confidence intervals support a claim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.report.statistics import Estimate, estimate
 from experiments.report.text import signed, table
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
-KEPT_ADVANTAGE = 0.8  # what an approximation keeps of the advantage over the baseline, at least
+KEPT_ADVANTAGE = 0.8  # the least share of the advantage over the baseline that an approximation should keep
 IN_PER_CENT = "difference in % of D-RR's train loss"
 Measured = Estimate | Sequence[float]  # one value per seed
 
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(words: str, measured: Measured, note: str = "", unless: str = "", **limits: float) -> Verdict:
-    """The claim that a number, an estimate or the mean of one value per seed, lies between `least` and `most`.
+    """Judge the claim that a number lies between `least` and `most`; measured: an estimate, or one value per seed.
 
     holds: the whole interval is between them; fails: all of it is outside; undecided: anything else. `unless` is a
     reason why this measurement cannot decide, whatever it says.
@@ -42,8 +42,8 @@ def judge(words: str, measured: Measured, note: str = "", unless: str = "", **li
 def judge_every(words: str, cells: Mapping[object, Measured], note: str, without: str = "", **limits: float) -> Verdict:
     """A claim about every cell: holds where all of them hold, fails where one fails, else undecided.
 
-    Printed is the cell that decides: among those with that answer, the one that reaches furthest out (or, where all
-    hold, nearest to it). `note` has a place {cell} for its name; `without` is the note where there are no cells.
+    The cell that decides is shown: among those with that answer, the one furthest outside the limits (or, if all hold,
+    nearest to them). `note` has a place {cell} for its name; `without` is the note if there are no cells.
     """
     if not cells:
         return judge(words, [], unless=without, **limits)
@@ -74,7 +74,7 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
 
 
 def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
-    """By how much the one is too low or the other too high."""
+    """By how much `low` is too low or `high` is too high."""
     return max(least - low, high - most)
 
 
@@ -121,8 +121,8 @@ def keeps_the_advantage(rows: DataFrame, what: str, sorter: str) -> Verdict:
 def keeps(words: str, after: Series, before: Series, unless: str) -> Verdict:
     """Whether `after` is at least four fifths of `before`, advantages per seed, in per cent of D-RR's loss.
 
-    Judged by what `after` has more than that, seed by seed: a share would divide by a mean that is itself uncertain.
-    `unless`: what to say where the advantage before may be chance.
+    Judged by the excess of `after` over that, seed by seed: a ratio would divide by a mean that is itself uncertain.
+    `unless`: the note if the advantage before may be chance.
     """
     note = f"advantage {after.mean():.3g} − {KEPT_ADVANTAGE:g} × {before.mean():.3g}, in % of D-RR's train loss"
     sure = estimate(before).low > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,9 @@ def some_rows(workers: int, dim: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def count_flips(rows: dict[str, Tensor], balance=kernels.balance) -> dict[str, int]:
+def count_flips(rows: dict[str, Tensor], balance: Callable[..., Tensor] = kernels.balance) -> dict[str, int]:
     """How many signs `balance` decides on the device of the rows, how many of them the CPU's kernel decides otherwise,
-    and how many of those where the inner product is not near zero."""
+    and for how many of those the inner product is not near zero."""
     total = {"signs": 0, "flips": 0, "flips_beyond": 0}
     for some in rows.values():
         running = torch.zeros(1, some.shape[2], dtype=torch.float64, device=some.device)
