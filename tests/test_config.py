@@ -82,6 +82,18 @@ def test_a_missing_file_is_refused_before_anything_is_started_and_once(tmp_path,
     assert not list(tmp_path.glob("run*"))
 
 
+def test_missing_tokens_of_gpt2_are_refused_before_anything_is_started_if_they_are_needed(tmp_path, capsys):
+    (tmp_path / "novels").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "novels" / f"{name}.txt").touch()
+    settings = ["task=gpt2_wiki103", f"data_root={tmp_path}", f"run_dir={tmp_path}/run"]
+    assert compose([*settings, "size=smoke"]).config.task.vocabulary == 512  # trained on the text
+    assert sweep_main([*settings, "size=paper", "nproc=2"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "vocab.json is missing; get it with `make data-gpt2-wiki103`" in printed.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_naming_the_state_that_is_found_anyway_is_the_same_run(tmp_path):
     new_jersey(tmp_path)
     found, named = compose([f"data_root={tmp_path}"]), compose([f"data_root={tmp_path}", "task.state=NJ"])

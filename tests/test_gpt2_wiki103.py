@@ -359,6 +359,7 @@ def damage_wikitext(root):
 def damage_gpt2(root):
     (root / "gpt2").mkdir()
     (root / "gpt2" / "vocab.json").write_text("{}")
+    (root / "gpt2" / "merges.txt").touch()
 
 
 @pytest.mark.parametrize(

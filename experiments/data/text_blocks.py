@@ -91,8 +91,7 @@ def load(
 def tokenizer(source: Source, vocabulary: int | None) -> tuple[Tokenizer, dict[str, str]]:
     """`vocabulary` tokens trained on the source's training text; None: GPT-2's own, and their files' checksums."""
     if vocabulary is None:
-        if source.embedded:
-            raise CdgrabError("GPT-2's own tokens are not embedded: set task.vocabulary to a number of tokens to train")
+        refuse_missing_tokens(source)
         return bpe.read_gpt2(source.files[-1].parent, GET)
 
     def build() -> dict[str, np.ndarray]:
@@ -103,6 +102,14 @@ def tokenizer(source: Source, vocabulary: int | None) -> tuple[Tokenizer, dict[s
 
     stored = cached("tokenizer", _identity(source)[1] | {"vocabulary": vocabulary}, build)
     return bpe.from_text(str(stored["tokenizer"])), {}
+
+
+def refuse_missing_tokens(source: Source) -> None:
+    """Refuse a source without the files of GPT-2's own tokens."""
+    if source.embedded:
+        raise CdgrabError("GPT-2's own tokens are not embedded: set task.vocabulary to a number of tokens to train")
+    for path in source.files[-len(bpe.PUBLISHED) :]:
+        require_file(path, GET)
 
 
 def pack(tokens: np.ndarray, context: int) -> np.ndarray:

@@ -58,6 +58,10 @@ class Task:
         """Where its data is: `data` is auto or embedded, `root` a folder or None."""
         return cls.dataset.locate(data, root)
 
+    @staticmethod
+    def refuse_missing(config: DictConfig, source: Source) -> None:
+        """Files that only some settings need, such as a tokenizer's; those of the data are looked for anyway."""
+
     def load(self, *options: object) -> object:
         """What the dataset reads from the source. Stores the files' checksums in the source."""
         loaded, checksums = self.dataset.load(self.source, *options)

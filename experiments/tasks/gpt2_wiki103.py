@@ -37,6 +37,11 @@ class Gpt2Wiki103(Task):
     settings |= {"vocabulary": whole(bpe.BYTES, bpe.MOST, optional=True)}
     settings |= {"truncate_lines": limit, "limit": limit, "valid_limit": limit}
 
+    @staticmethod
+    def refuse_missing(config: DictConfig, source: Source) -> None:
+        if config.vocabulary is None:
+            text_blocks.refuse_missing_tokens(source)
+
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
         if config.width % config.heads:

@@ -23,7 +23,7 @@ from cdgrab.sorters import SORTERS, sorter_options
 from cdgrab.sparsify import SPARSIFIERS, sparsifier_options
 from experiments.data.sources import Source
 from experiments.store.files import ROOT, RUNS
-from experiments.tasks import TASKS, locate_data
+from experiments.tasks import TASKS, locate_data, task_class
 from experiments.tasks.settings import complaints, refuse
 from experiments.training.extensions import load_extensions
 from experiments.training.schema import DATA_SETTINGS, wrong_settings
@@ -127,6 +127,7 @@ def compose(overrides: list[str]) -> Run:
         except CdgrabError as error:
             wrong = wrong or [str(error)]
         refuse([*wrong, *wrong_settings(config)])
+        task_class(config.task.name).refuse_missing(config.task, source)
         return Run(config, source, _run_directory(config, source, overrides, presets))
     except OmegaConfBaseException as error:  # interpolations that lead nowhere
         raise CdgrabError(one_line(error)) from error
