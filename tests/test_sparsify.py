@@ -313,7 +313,8 @@ def test_refusals_are_one_sentence(message, call):
 
 
 def test_every_sparsifier_has_a_yaml_that_builds_it_and_shows_all_options():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SPARSIFIERS)
+    library = {name for name, kind in SPARSIFIERS.items() if kind.__module__.startswith("cdgrab.")}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == library
     for path in CONFIGS.glob("*.yaml"):
         config = OmegaConf.load(path)
         assert config.name == path.stem and set(config) - {"name", "density"} == set(sparsifier_options(path.stem))

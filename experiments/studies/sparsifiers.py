@@ -13,12 +13,12 @@ import yaml
 from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.sparsify import SPARSIFIERS, SparseAverager, Sparsifier, make_sparsifier
+from cdgrab.sparsify import SPARSIFIERS, Sparsifier, make_sparsifier
+from cdgrab.sparsify.simple import TopK
 from experiments.report.names import readable, task_name
 from experiments.studies.base import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.studies.training import train
-from experiments.training.loop import Trainer
 
 OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
 STATIC, FIXED, FORGETFUL = "exdyna,rule=static", "exdyna,threshold=fixed", "exdyna,error_feedback=false"
@@ -31,6 +31,7 @@ MODELS = {"cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}  # tasks th
 TRAINED_DENSITY = 0.01
 
 REDUCTIONS, REPEATS = 3, 7  # reductions before times are measured, and how many times they are measured
+MATCHED = "topk_matched"  # Top-k as it trains
 FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that is to be matched
 TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor
 SPARSE = {"words": 20_000, "width": 8, "length": 20}
@@ -195,31 +196,29 @@ def _column(values: list[float | None]) -> list[float | None]:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-class MatchedMean(SparseAverager):
-    """Holds the density of the update by adapting how many coordinates each worker selects: how much the workers'
-    selections overlap varies. Otherwise methods would be compared at different densities."""
+class MatchedTopK(TopK):
+    """Top-k that holds the density of the update by adapting how many coordinates each worker selects: how much the
+    workers' selections overlap varies. Otherwise methods would be compared at different densities."""
 
-    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
-        update, sparsifier = super().average(worker_means), self.sparsifier
-        wanted = sparsifier.density / max(sparsifier.stats.density, 1 / sparsifier.dim)
-        sparsifier.target = min(max(1, round(sparsifier.target * wanted**FOLLOWING)), sparsifier.dim)
-        return update
+    saved = ("_residual", "target")
+
+    def learn(self, counts: list[int]) -> None:
+        wanted = self.density / max(self.stats.density, 1 / self.dim)
+        self.target = min(max(1, round(self.target * wanted**FOLLOWING)), self.dim)
+
+
+SPARSIFIERS[MATCHED] = MatchedTopK
 
 
 def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[str, list]:
     """By epoch: train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
     name, options = options_of(method)
-    chosen = [f"sparsifier={name}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
+    trained = MATCHED if name == TOPK else name
+    chosen = [f"sparsifier={trained}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
     if name != DENSE:
         chosen.append(f"sparsifier.density={TRAINED_DENSITY}")
-    epochs = train([*run_overrides, *chosen], seed, _match_density if name == TOPK else None)
+    epochs = train([*run_overrides, *chosen], seed)
     columns = {key: significant([line[key] for line in epochs]) for key in epochs[0]}
     for key in ("density", "imbalance", "bytes"):
         columns[key] = _column([line.get("sparsifier", {}).get(key) for line in epochs])
     return {"epoch": list(range(len(epochs)))} | columns
-
-
-def _match_density(trainer: Trainer) -> None:
-    trainer.loop.averager = trainer.sparse_mean = trainer.members[0].sparse_mean = MatchedMean(
-        trainer.sparse_mean.sparsifier
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from cdgrab.runtime.group import WorkerGroup, pick_device
 from experiments.studies.base import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
-from experiments.training.loop import Trainer, alone
+from experiments.training.loop import alone
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
@@ -45,14 +44,12 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
     ]
 
 
-def train(run_overrides: list[str], seed: int, prepare: Callable[[Trainer], None] | None = None) -> list[dict]:
-    """Metrics by epoch, those of the untrained model first; a run that diverges ends early. `prepare`: before it."""
+def train(run_overrides: list[str], seed: int) -> list[dict]:
+    """Metrics by epoch, those of the untrained model first; a run that diverges ends early."""
     with tempfile.TemporaryDirectory() as folder:
         run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
         device = pick_device(run.config.device)
         trainer = alone(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
-        if prepare:
-            prepare(trainer)
         (member,) = trainer.members
         log = member.log = _Epochs(member.evaluate(trainer.loop.parameters))
         with contextlib.suppress(DivergedError):
