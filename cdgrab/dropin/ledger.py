@@ -76,16 +76,16 @@ class Ledger:
         return True
 
     def count_pass(self) -> None:
-        """One more backward pass of the unit under way."""
+        """Count one more backward pass of the current unit."""
         self.passes += 1
 
     def end_unit(self) -> int:
-        """The next backward pass belongs to another unit. Returns how many this one had."""
+        """Let the next backward pass belong to another unit. Returns how many this one had."""
         passes, self.passes = self.passes, 0
         return passes
 
     def unit_complete(self) -> bool:
-        """Counts a backward pass of the unit under way. Returns whether it was the last one."""
+        """Count a backward pass of the current unit. Returns whether it was the last one."""
         self.count_pass()
         if self.passes < self.accumulation_steps:
             return False

@@ -101,7 +101,7 @@ class BalancingSorter(Sorter):
         return by_position[0::2] - by_position[1::2]
 
     def _take(self, units: int, rows: Tensor) -> None:
-        """Count so many units as observed and submit their rows. `position` is advanced before anything that can be
+        """Count the units as observed and submit their rows. `position` is advanced before anything that can be
         interrupted."""
         first = self.position // self.units_per_row
         self.position += units

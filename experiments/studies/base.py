@@ -210,7 +210,8 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
             for process in active_children():
                 process.terminate()
             if isinstance(error, BrokenProcessPool):
-                raise CdgrabError("a process was killed, perhaps for want of memory; jobs=1 needs least") from error
+                reason = "perhaps because memory ran out; jobs=1 needs the least"
+                raise CdgrabError(f"a process was killed, {reason}") from error
             raise
 
 

@@ -23,12 +23,12 @@ from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, 
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, select
 
-LAST = 20  # a settled value is the mean over so many last iterations
+LAST = 20  # a settled value is the mean over this many last iterations
 WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which it is averaged at 0.001
 CLOSE, FAR = 0.1, 0.3  # relative errors of the density
 CHEAPER = 8  # how many times faster selecting should be with ExDyna
 SAME_DENSITY = 0.15  # densities that differ by less, relatively, count as the same
-LONG_SETTLED = 20  # a density that stays close for so many iterations has settled
+LONG_SETTLED = 20  # a density that stays close for this many iterations has settled
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""Training runs as parts of a study: the tasks, sorters and loop of every other run, with nothing left on the disk."""
+"""Training runs as parts of a study: with the tasks, sorters and loop of all other runs, but without files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from experiments.training.config import Run, compose, flatten
 from experiments.training.loop import alone
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
-METRICS = ("train_", "test_", "herding_per_step")  # what is kept of a run, by its first letters
+METRICS = ("train_", "test_", "herding_per_step")  # prefixes of the metrics that are kept
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
 
 
 def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -> list[str]:
-    """The run of one task as configs/study/<name>.yaml has it under `tasks`, with some of its settings changed.
+    """The run of one task as given under `tasks` in configs/study/<name>.yaml, with some of its settings changed.
 
-    A sorter may carry options, as in the folder names of runs: "cd_grab,sketch=countsketch,sketch_size=64".
+    A sorter may have options, as in the folder names of runs: "cd_grab,sketch=countsketch,sketch_size=64".
     """
     name, *options = sorter.split(",")
     chosen = {"device": "cpu"} | flatten(OmegaConf.to_container(settings.tasks[task])) | changes
@@ -45,7 +45,7 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
 
 
 def train(run_overrides: list[str], seed: int) -> list[dict]:
-    """Metrics by epoch, those of the untrained model first; a run that diverges ends early."""
+    """Metrics by epoch, starting with the untrained model; a run that diverges ends early."""
     with tempfile.TemporaryDirectory() as folder:
         run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
         device = pick_device(run.config.device)
@@ -66,7 +66,7 @@ def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _composed(run_overrides: tuple[str, ...]) -> Run:
-    """Once for all seeds: it takes as long as a small run."""
+    """Composed once for all seeds: it takes as long as a small run."""
     return compose(list(run_overrides))
 
 
@@ -77,10 +77,10 @@ def _with_seed(run: Run, seed: int, folder: Path) -> Run:
 
 
 def outcome(epochs: list[dict]) -> dict[str, list]:
-    """What a run is judged by, as columns of one row: every metric's mean over the last quarter of its epochs.
+    """The results of a run as columns of one row: every metric's mean over the last quarter of its epochs.
 
-    Single epochs wobble more than sorters differ. `start_loss` is that of the untrained model. Metrics that are not
-    measured in every epoch count where they are.
+    Single epochs vary more than sorters differ. `start_loss` is the loss of the untrained model. Metrics that are not
+    measured in every epoch are averaged over those in which they are.
     """
     last_quarter = epochs[1:][-max(1, (len(epochs) - 1) // 4) :]
     names = [name for name in dict.fromkeys(key for line in epochs for key in line) if name.startswith(METRICS)]
@@ -90,12 +90,12 @@ def outcome(epochs: list[dict]) -> dict[str, list]:
 
 
 def test_metric(task: str) -> str:
-    """What tables and verdicts show of the test set."""
+    """The test metric that tables and verdicts show."""
     return TEST_METRICS.get(task, "test_loss")
 
 
 class _Epochs:
-    """Takes the place of a run's log."""
+    """Replaces a run's log, and keeps the metrics in memory."""
 
     def __init__(self, untrained: dict[str, float]) -> None:
         self.epochs = [untrained]

@@ -163,8 +163,8 @@ def _task_defaults() -> dict:
 
 
 def _own_settings(group: str, name: str) -> dict:
-    """What the yaml of this name says by itself. For a class from elsewhere: of a task, a yaml of the same name beside
-    its file, if there is one; of a sorter or sparsifier, its options with their defaults."""
+    """The settings in the yaml of this name alone. For a class from elsewhere: a task's come from a yaml of the same
+    name beside its file, if there is one; a sorter's or sparsifier's are its options with their defaults."""
     path = CONFIGS / group / f"{name}.yaml"
     if path.exists() or name not in REGISTRIES[group]:
         return _loaded(path)

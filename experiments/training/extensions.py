@@ -1,6 +1,6 @@
-"""Sorters, sparsifiers and tasks of one's own, in every process: the files that CDGRAB_EXTEND names are loaded.
+"""Your own sorters, sparsifiers and tasks, in every process: the files that CDGRAB_EXTEND names are loaded.
 
-A process that a run or a study starts has imported nothing of what its parent has. The environment it does inherit.
+A process that a run or a study starts does not inherit its parent's imports, but it does inherit the environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ VARIABLE = "CDGRAB_EXTEND"
 
 
 def extend_with(path: str) -> None:
-    """Have this process, and those it starts, load one more file."""
+    """Let this process, and those it starts, load one more file."""
     os.environ[VARIABLE] = os.pathsep.join(filter(None, [path, os.environ.get(VARIABLE)]))
 
 
 def load_extensions() -> None:
-    """Each file once; what it registers in SORTERS, SPARSIFIERS or TASKS is then known by name."""
+    """Load each file once. What it registers in SORTERS, SPARSIFIERS or TASKS can then be used by name."""
     for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         _load(Path(path).expanduser().resolve())
 

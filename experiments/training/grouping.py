@@ -18,8 +18,8 @@ MUST_AGREE = ("device", "compile", "threads", "timeout", "data", "data_root", "r
 def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1) -> list[list[int]]:
     """The numbers of the runs that train together, in the order of the first of each group.
 
-    They share task, model, data and shapes, and differ in seed, sorter, or the numbers of the optimiser and its
-    schedule. `alone`: which ones need processes to themselves. `parts`: of every group, to be trained at once.
+    They share task, model, data and shapes, and differ in seed, sorter, or settings of the optimiser and its schedule.
+    alone: which runs need their own processes. parts: into how many each group is divided, to train them at once.
     """
     together: dict[str, list[int]] = {}
     for number, (run, on_its_own) in enumerate(zip(runs, alone, strict=True)):
@@ -33,14 +33,14 @@ def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1) -> list[l
 
 
 def may_share(run: Run) -> bool:
-    """Sparsifiers keep a state for every worker: runs with one train alone."""
+    """Runs with a sparsifier train alone, since it keeps a state for every worker."""
     return run.config.replicas != 1 and run.config.sparsifier.name == "dense"
 
 
 def _likeness(run: Run) -> str:
     config, science = run.config, run.science
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
-    if config.task.batch > config.workers:  # unit gradients cost something only where a step takes several units
+    if config.task.batch > config.workers:  # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients
     return str([sorted(same.items(), key=str), [str(config.get(key)) for key in MUST_AGREE]])
 
@@ -51,10 +51,10 @@ def _size(runs: int, replicas: int | str, parts: int) -> int:
 
 
 def fit_in_memory(member: Member) -> int:
-    """How many runs like this one half of the free memory has room for."""
+    """How many runs like this one fit into half of the free memory."""
     config, dim = member.config, member.flat.dim
     data = sum(tensor.nbytes for tensor in member.task.data["train"]) if hasattr(member.task, "data") else 0
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
-    vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients on their way
+    vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
     return max(1, free_memory(member.device) // (2 * own))

@@ -1,4 +1,5 @@
-"""What carries out the runs of a sweep: this process, one after the other, or torchrun where a run needs several."""
+"""Carries out the runs of a sweep: in this process, those that are alike together, or by torchrun if a run needs
+several processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from experiments.training.session import carry_out, exit_status, may_start
 
 
 def process_count(wanted: int | str, workers: int) -> int:
-    """auto: one process per GPU as far as that divides the workers; one process on a CPU."""
+    """auto: one process per GPU, as far as they divide the workers; one process on a CPU."""
     auto_or_count("nproc", wanted)
     if wanted == "auto":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1
@@ -32,7 +33,7 @@ def process_count(wanted: int | str, workers: int) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can be carried out: what it is, the overrides that say so, and its processes on each host."""
+    """A run that is ready to start: its configuration, its overrides, and its number of processes on each host."""
 
     run: Run
     overrides: list[str]
@@ -40,7 +41,7 @@ class Prepared:
 
 
 def prepare(overrides: list[str]) -> Prepared:
-    """An interrupted run is to go on. Refuses what cannot work."""
+    """Compose and check a run; unless told otherwise, an interrupted run will be resumed."""
     if not any(override.startswith("resume=") for override in overrides):
         overrides = [*overrides, "resume=true"]
     run = compose(overrides)
@@ -58,10 +59,10 @@ def grouped(runs: list[Prepared], jobs: int = 1) -> list[list[Prepared]]:
 
 
 def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> list[int]:
-    """Carry out runs that train together, or one run: those that are not complete. Returns exit statuses; a signal ends
-    the process, and so the sweep. They are numbers `first`, … `of` all runs of the sweep."""
+    """Carry out those of these runs that are not complete: one run, or several that train together. Returns exit
+    statuses; a signal ends the process, and so the sweep. They are numbers `first`, … `of` all runs of the sweep."""
     ended = exit_status(lambda: _launch(together, first, of or len(together)))  # statuses, or that of an error
-    gc.collect()  # a run's tensors are in circles: they go before the next run needs the room
+    gc.collect()  # a run's tensors are in reference cycles: free them before the next run needs the memory
     if ended in STATUS.values():
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
         raise SystemExit(ended)
@@ -69,7 +70,7 @@ def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> l
 
 
 def launch_all(runs: list[Prepared]) -> list[int]:
-    """Exit statuses. A diverged run does not stop a sweep; a refused one does: the others would be refused too."""
+    """Returns exit statuses. A diverged run does not end a sweep. A refused one does, since others would be too."""
     statuses, begun = [], 0
     for together in grouped(runs):
         statuses += launch(together, begun + 1, len(runs))
@@ -91,7 +92,7 @@ def _launch(together: list[Prepared], first: int, of: int) -> list[int]:
     for prepared, status in zip(waiting, statuses, strict=True):
         if status == 0:
             _show_last(prepared.run, named=len(waiting) > 1)
-    return [status if status >= 0 else 128 - status for status in statuses]  # of a killed process, as shells have it
+    return [status if status >= 0 else 128 - status for status in statuses]  # for a killed process, as shells do
 
 
 def _announce(waiting: list[Prepared]) -> None:
@@ -118,7 +119,7 @@ def _in_this_process(prepared: Prepared) -> bool:
 
 
 def _survives_its_death(prepared: Prepared) -> bool:
-    """Whether it was asked for that a run on one process is started again after that is killed."""
+    """Whether the user asked for a run on one process to be restarted if that is killed."""
     return prepared.run.config.restarts > 0 and any(o.startswith("restarts=") for o in prepared.overrides)
 
 
@@ -132,8 +133,8 @@ def _isolated(prepared: Prepared) -> int:
 
 
 def _with_restarts(arguments: list[str], processes: int, restarts: int) -> int:
-    """A run in which a process dies, or stands still, goes on from its last checkpoint. What is refused stays refused,
-    which torchrun's own restarts would not respect."""
+    """If a process dies or hangs, the run continues from its last checkpoint. A refused run is not restarted, which
+    torchrun's own restarts would do."""
     for left in reversed(range(restarts + 1)):
         status = torchrun(arguments, processes)
         arguments = [*(argument for argument in arguments if not argument.startswith("resume=")), "resume=true"]
@@ -149,7 +150,7 @@ def torchrun(arguments: list[str], processes: int, **hosts: object) -> int:
     from cdgrab.runtime import torchrun as runtime  # takes a second, and few runs need it
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")  # what is asked to end first finishes some steps
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")  # a stopped run first finishes some steps
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     handlers = {number: signal.getsignal(number) for number in STATUS}
     try:
@@ -159,6 +160,6 @@ def torchrun(arguments: list[str], processes: int, **hosts: object) -> int:
         return error.status
     except Stopped as stop:
         raise SystemExit(STATUS.get(stop.number, 128 + stop.number)) from None
-    finally:  # torchrun leaves its own
+    finally:  # torchrun leaves its own handlers
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -4,8 +4,8 @@
        ▲                        │
        └──────── sorter ◀───────┘
 
-An epoch runs in blocks of steps. A block's data is fetched at once and its unit gradients are handed to the sorters at
-once: orders are needed at the end of the epoch only, and per-step Python is what small models spend their time on.
+An epoch runs in blocks of steps. A block's data is fetched at once, and its unit gradients are passed to the sorters at
+once: orders are needed only at the end of the epoch, and small models would spend most of their time on Python.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from experiments.training.steps import CapturedSteps, Steps
 class Trainer:
     """Runs that train together, most often one, on one process that hosts some of their workers.
 
-    They share model, data and shapes, and are at the same step. Several runs have an axis of replicas in front of all
-    their tensors; on several processes runs train alone.
+    They share model, data and shapes, and are at the same step. With several runs, the first dimension of all tensors
+    is the replicas. On several processes runs train alone.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -59,13 +59,14 @@ class Trainer:
         units_per_step = self.microbatch * self.group.local_workers * self.replicas
         self.block_steps = steps_per_block(unit_bytes, units_per_step, self.device)
         self.loop = self._steps()
-        self.epochs_done, self.position = 0, 0  # units visited of the epoch that is under way
+        self.epochs_done, self.position = 0, 0  # position: units visited in the current epoch
         self.clock = Clock()
         self._stop: Callable[[], int] = lambda: 0
         self._warm_up()
 
     def _gradients(self) -> Compiled:
-        """With the workers summed, to their mean where this is the only process; a sparsifier wants each worker's."""
+        """The gradient function: the sum over the workers, or their mean if there is only this process; each worker's
+        for a sparsifier."""
         how = self.config.task.gradients
         function = gradient_function(self.task, self.flat, self.per_unit, how)
         if not self.sparse_mean:
@@ -78,7 +79,7 @@ class Trainer:
 
     def _steps(self) -> Steps:
         group, config, compiled = self.group, self.config, self.config.compile == "auto"
-        parameters = stacked([member.first_vector() for member in self.members])
+        parameters = stacked([member.initial_parameters() for member in self.members])
         tasks = [member.config.task for member in self.members]
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
@@ -88,12 +89,12 @@ class Trainer:
         if not (compiled and self.device.type == "cuda" and group.world_size == 1):
             return Steps(*parts, self.members[0].sorter.observe_shard if self.shards else None)
         kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe_early} if self.per_unit else {}
-        # data is fetched step by step: a block is what runs between two looks at the losses
+        # captured steps fetch their own data: here a block is what runs between two checks of the losses
         self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
         return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
 
     def _warm_up(self) -> None:
-        """Trace and compile before any clock runs. The TorchScript interpreter settles on its third call."""
+        """Trace and compile before any clock runs. TorchScript optimises until its third call."""
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
             inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[..., :units]))
             with torch.no_grad():
@@ -106,14 +107,14 @@ class Trainer:
             warm_up_shards(self.loop.parameters)
 
     def _each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Of every member. A run alone has no axis of replicas."""
+        """The part of every member. A run alone has no dimension of replicas."""
         return tensor.unbind(0) if self.replicas > 1 else (tensor,)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict]:
-        """For every member everything needed to go on from here, alone or with others, on any number of processes.
-        Called by all ranks; what belongs to workers comes together on rank 0, whose states are the ones to keep."""
+        """For every member everything needed to continue from here, alone or with others, on any number of processes.
+        Called by all ranks; what belongs to workers is collected on rank 0, whose states are the ones to keep."""
         carries = zip(*(map(self.group.collect, self._each(part)) for part in self.loop.carry), strict=True)
         carries = list(carries) or [()] * self.replicas
         parts = (self._each(self.loop.parameters), self.loop.optimiser.split(self.loop.optimiser.state), carries)
@@ -124,8 +125,8 @@ class Trainer:
         ]
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:
-        """Go on where the members' states were taken, all at the same step. Called by all ranks. What does not fit is
-        refused."""
+        """Continue where the members' states were taken, all at the same step. Called by all ranks. States that do not
+        fit are refused."""
         loop, (epochs_done, position) = self.loop, snapshot.progress(states[0])
         parameters = stacked([state["parameters"] for state in states])
         optimiser = loop.optimiser.join([state["optimiser"] for state in states])
@@ -149,7 +150,7 @@ class Trainer:
             self.clock = Clock(states[0]["seconds"])
 
     def save(self) -> None:
-        """A checkpoint of every run that goes on. Called by all ranks; rank 0 writes."""
+        """Save a checkpoint of every run that has not ended. Called by all ranks; rank 0 writes."""
         for member, state in zip(self.members, self.state_dicts(), strict=True):
             if self.group.rank == 0 and not member.error:
                 snapshot.save(member.run, state)
@@ -157,12 +158,12 @@ class Trainer:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def fit(self, title: str = "", stop: Callable[[], int] = lambda: 0) -> None:
-        """Train the epochs that are still to do; metrics and a checkpoint after each, and checkpoints on the way.
+        """Train the remaining epochs; write metrics and a checkpoint after each, and checkpoints in between.
 
-        title: of a progress bar, if there is to be one.
-        stop: asked in every block of steps for the number of a signal. When any rank has one, all of them save and
-        raise `Stopped` at the end of the block. A run that cannot go on ends alone; its error is raised when no other
-        is left.
+        title: of the progress bar; empty: none.
+        stop: returns the number of a signal, or 0; asked in every block of steps. If any rank has received a signal,
+        all of them save and raise `Stopped` at the end of the block. A run that cannot continue ends alone; its error
+        is raised when no other run is left.
         """
         self._stop = stop
         steps_done = self.epochs_done * self.steps + self.position // self.microbatch
@@ -202,8 +203,8 @@ class Trainer:
         return metrics | member.more_metrics(self.epochs_done)
 
     def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
-        """All steps of an epoch, or those left of it, in which workers visit their units in this order [..., local
-        workers, units]. `position` is the number of units visited; who starts another epoch sets it to zero."""
+        """The remaining steps of an epoch, in which workers visit their units in this order [..., local workers,
+        units]. `position` counts the units visited; the caller sets it to zero before the next epoch."""
         visits = self.owned.gather(-1, order.to(self.device))
         every = self.config.checkpoint.every_steps
         for start, end, microbatch in _blocks(self.position, self.units, self.microbatch, self.block_steps, every):
@@ -218,20 +219,20 @@ class Trainer:
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
-        Returns the number of the signal that any rank has got, or 0."""
+        Returns the number of the signal that some rank has received, or 0."""
         try:
             seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
-        except NotFiniteError:  # what a sparsifier refuses to average
+        except NotFiniteError:  # a sparsifier refused to average these gradients
             (member,) = self.members  # runs with a sparsifier train alone
             error = self._diverged_at(member, self.sparse_mean.sparsifier.iteration % self.steps + 1)
             member.end(error)
             raise error from None
-        wishes = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # travel along with the losses
-        everybodys = self.group.gather(torch.cat([losses, wishes], dim=-1))
+        stop_requests = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # sent along with the losses
+        everybodys = self.group.gather(torch.cat([losses, stop_requests], dim=-1))
         mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together
         clock.append(("communication", perf_counter()))
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
-        clock.append(("gradients", perf_counter()))  # a GPU has computed the block now; until then it was only told to
+        clock.append(("gradients", perf_counter()))  # by now a GPU has computed the block
         if seen.numel():
             self._observe(seen)
             clock.append(("ordering", perf_counter()))
@@ -252,7 +253,7 @@ class Trainer:
                 self._end(member, error)
 
     def _observe_early(self, seen: Tensor) -> None:
-        """In the middle of a block: whether they are finite is found at its end."""
+        """In the middle of a block; at its end they are checked for being finite."""
         self._observe(seen, unseen=True)
 
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
@@ -270,19 +271,19 @@ class Trainer:
         return member.diverged(self.epochs_done, f"at step {step} of {self.steps}")
 
     def _end(self, member: Member, error: CdgrabError) -> None:
-        """It goes no further. The others do, if there are any."""
+        """End this run. The others continue, if there are any."""
         member.end(error)
         if all(other.error for other in self.members):
             raise error
 
 
 def alone(run: Run, task: Task, group: WorkerGroup, device: torch.device) -> Trainer:
-    """One run, with no other beside it."""
+    """A trainer of one run."""
     return Trainer([Member(run, task, group, device)])
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """[replicas, ...], or of a run alone its tensor as it is."""
+    """[replicas, ...]; the tensor itself if there is only one run."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
@@ -291,7 +292,7 @@ def _blocks(
 ) -> list[tuple[int, int, int]]:
     """(first unit, end, units per step) of the steps that run together, from `position` on.
 
-    Checkpoints are due at their ends only; but a run may go on that was stopped with other blocks.
+    Checkpoints are due only at the ends of blocks. A run that is resumed may have been stopped with other blocks.
     """
     full = units // microbatch * microbatch  # units in steps of full size
     cuts = {*range(0, full, block_steps * microbatch), full, min(position, full)}
@@ -303,7 +304,7 @@ def _blocks(
 
 
 def _line(epoch: int, metrics: dict, clock: Clock, replicas: int) -> dict:
-    """One line of metrics.jsonl; `seconds` are those of training, of all `replicas` together."""
+    """One line of metrics.jsonl; `seconds`: the training time of all `replicas` together."""
     phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
     rest = {"seconds": round(sum(phases.values()) - phases["evaluation"], 6), "order_hash": metrics.pop("order_hash")}
     together = {"replicas": replicas} if replicas > 1 else {}

@@ -53,7 +53,7 @@ class Member:
             "parameters": self.flat.dim,
         }
 
-    def first_vector(self) -> Tensor:
+    def initial_parameters(self) -> Tensor:
         """The model's initial parameters [dim]."""
         return self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
 

@@ -1,4 +1,5 @@
-"""One run, from a checked configuration to its last epoch: its folder, its log, its signals, its exit status."""
+"""One run, or several that train together, from checked configurations to the last epoch: folders, logs, signals, exit
+statuses."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
-OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # in what torch and numpy say then
+OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # words in the messages of torch and numpy
 
 
 def exit_status(action: Callable[[], Any]) -> Any:
-    """As `early.exit_status`; this process leaves the others of its run."""
+    """Like `early.exit_status`; then disconnects this process from the others of its run."""
     try:
         return early.exit_status(action, say=_say)
     finally:
@@ -44,22 +45,22 @@ def exit_status(action: Callable[[], Any]) -> Any:
 
 
 def _say(sentence: str) -> None:
-    """Most errors reach all ranks alike: rank 0 speaks, and torchrun ends the others while they wait."""
+    """Most errors occur on all ranks: rank 0 prints them, and torchrun ends the others while they wait."""
     if workers.launched_rank():
         time.sleep(3)
     early.say(sentence)
 
 
 def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
-    """Train these runs together, those that are not complete. All processes of a run call this.
+    """Train those of these runs that are not complete, together. All processes of a run call this.
 
-    Returns exit statuses: a run that diverges among others ends alone. Alone it raises its error.
-    of: the number of the first, and how many there are, for the progress bar."""
+    Returns exit statuses. A run that diverges ends without the others; a run alone raises its error.
+    of: the number of the first run and the number of all runs, for the progress bar."""
     keep_freed_memory()
     config = runs[0].config
     group = workers.connect(config.workers, config.timeout)
     with heartbeat.watching(group, config.timeout), contextlib.ExitStack() as stack:
-        # only on the host on which a process has died does torchrun count that it starts them again
+        # torchrun counts restarts only on the host on which a process has died
         again = int(group.gather(torch.tensor([_attempt()])).max()) > 0
         wanted = [run for run in runs if _own(run, group, again, stack)]
         if not wanted:
@@ -70,7 +71,7 @@ def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
 
 
 def _own(run: Run, group: workers.WorkerGroup, again: bool, stack: contextlib.ExitStack) -> bool:
-    """Whether there is something to do in its folder, which is then this process's alone until the stack is closed."""
+    """Whether the run needs training. If so, its folder is locked until the stack is closed."""
     again = again and rendezvous.has_begun(str(run.directory))  # what was refused at first is refused again
     run.config.resume = run.config.resume or again
     wanted = may_start(run, speak=group.rank == 0, again=again)
@@ -78,12 +79,12 @@ def _own(run: Run, group: workers.WorkerGroup, again: bool, stack: contextlib.Ex
         stack.enter_context(_own_folder(run.directory, patience=60.0 if again else 0.0))
         wanted = may_start(run, again=again)  # another process may have completed it meanwhile
         rendezvous.note_beginning(str(run.directory))
-    return bool(group.gather(torch.tensor([int(wanted)]))[0])  # nobody writes before all have looked
+    return bool(group.gather(torch.tensor([int(wanted)]))[0])  # nobody writes before all have checked
 
 
 def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
-    """False (and says so) when the run is complete; refuses a folder that holds something else. `again`: torchrun
-    starts it once more."""
+    """False (and says so) if the run is complete; refuses a folder that holds something else. `again`: torchrun has
+    restarted it."""
     manifest = read_manifest(run.directory)
     done = len(read_metrics(run.directory / METRICS))
     if not manifest:
@@ -113,7 +114,7 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
 
 @contextlib.contextmanager
 def enough_memory() -> Iterator[None]:
-    """Settings for which there is not enough are refused in one sentence."""
+    """Settings that need too much memory are refused in one sentence."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -128,7 +129,7 @@ def make_member(run: Run, group: workers.WorkerGroup, device: torch.device) -> M
 
 
 def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] | None) -> dict[Path, CdgrabError]:
-    """Why runs did not get to their end, by folder."""
+    """Train the runs, as many at a time as fit into memory. Returns the errors of those that ended early, by folder."""
     device, errors = workers.pick_device(runs[0].config.device), {}
     first, total = of or (1, len(runs))
     while runs:
@@ -141,7 +142,7 @@ def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] 
 
 
 def _train_members(members: list[Member], of: tuple[int, int]) -> dict[Path, CdgrabError]:
-    """Those that were stopped at the same step go on together."""
+    """Members that were stopped at the same step continue together."""
     warnings: list[str] = []
     saved = {m: snapshot.load(m.run, m.group, warnings.append) if m.config.resume else None for m in members}
     together: dict[tuple[int, int], list[Member]] = {}
@@ -160,7 +161,7 @@ def _train_members(members: list[Member], of: tuple[int, int]) -> dict[Path, Cdg
 
 def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list[str], of: tuple[int, int]) -> None:
     group, members = trainer.group, trainer.members
-    with signals.listening() as stop_request, _told_to_end(stop_request):  # from here on there is something to save
+    with signals.listening() as stop_request, _told_to_end(stop_request):  # from here on a signal saves
         for member in members:
             member.log = runlog.RunLog(member.run, active=group.rank == 0)
             state = saved[member]
@@ -168,7 +169,7 @@ def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list
             member.log.begin(
                 member.run, member.task.rows, member.sizes, group.world_size, trainer.device, metrics, trainer.replicas
             )
-        group.barrier()  # the folders are there
+        group.barrier()  # now the folders exist
         with contextlib.ExitStack() as stack:
             for member in members:
                 stack.enter_context(_log_file(member.run, group.rank))
@@ -234,7 +235,7 @@ def _attempt() -> int:
 
 @contextlib.contextmanager
 def _torch_settings(config: DictConfig) -> Iterator[None]:
-    """Those of torch that hold for a whole process. The next run in it may want others."""
+    """torch's settings for the whole process, restored at the end: the next run may want others."""
     settings = torch.backends.cudnn, torch.backends.cuda.matmul
     threads, tf32 = torch.get_num_threads(), [setting.allow_tf32 for setting in settings]
     torch.set_num_threads(config.threads)
@@ -250,7 +251,7 @@ def _torch_settings(config: DictConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told_to_end(stop_request: signals.StopRequest) -> Iterator[None]:
-    """torchrun ends the others when a process dies: nobody need find out which one that was."""
+    """When a process dies, torchrun ends the others: then nobody needs to find out which one died."""
     try:
         yield
     except CollectiveError as error:
@@ -261,14 +262,14 @@ def _told_to_end(stop_request: signals.StopRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_folder(directory: Path, patience: float) -> Iterator[None]:
-    """Nobody else writes there meanwhile. Folders that are made here and stay empty are removed."""
+    """Lock the folder. Folders that are made here and stay empty are removed."""
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with locked(directory, patience):  # the process before this one may be ending
             yield
     finally:
-        with contextlib.suppress(OSError):  # the first that is not empty ends this
+        with contextlib.suppress(OSError):  # stops at the first that is not empty
             for path in new:
                 path.rmdir()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from cdgrab.balance.kernels.cpu import add_four, decide, fast
 
 ROWS_AT_ONCE = 64  # more rows would cost more in products than they save in exchanges
-CHUNK = 2**11  # coordinates: so many of five rows fit into the fastest cache
+CHUNK = 2**11  # coordinates; this many of five rows fit into the fastest cache
 
 
 @fast
