@@ -149,3 +149,8 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def significant(values: Iterable[float], digits: int = 8) -> list[float]:
+    """Rounded for the file: small, and the same on machines whose sums differ in their last bits."""
+    return [float(f"{float(value):.{digits}g}") for value in values]

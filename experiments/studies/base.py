@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
@@ -40,6 +40,7 @@ from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import RESULTS
 from experiments.store.lock import locked
+from experiments.studies.training import TrainingRun, alike, outcomes
 from experiments.studies.verdicts import Verdict
 from experiments.tasks import locate_data
 from experiments.training.config import compose_config, flatten
@@ -57,6 +58,17 @@ class Part:
     key: dict
     compute: Callable[[], dict[str, list]]
     alone: bool = False  # it measures time: nothing else may run beside it
+    run: TrainingRun | None = None  # what is trained where `compute` is its outcome: runs that are alike train together
+
+
+def trained(key: dict, run_overrides: list[str], seed: int) -> Part:
+    """A training run. Its columns are what it is judged by."""
+    run = TrainingRun(tuple(run_overrides), seed)
+    return Part(key, partial(_outcome, run), run=run)
+
+
+def _outcome(run: TrainingRun) -> dict[str, list]:
+    return outcomes([run])[0]
 
 
 @dataclass(frozen=True)
@@ -197,14 +209,16 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
 
 def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
     """Parts with their columns, as soon as they are done: what is finished must not wait for what takes long."""
+    work = _work(parts, jobs)
     if jobs == 1:
-        yield from ((part, _timed(part)) for part in parts)
+        for some in work:
+            yield from zip(some, _timed(some), strict=True)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
         try:
-            by_future = {pool.submit(_timed, part): part for part in parts}
+            by_future = {pool.submit(_timed, some): some for some in work}
             for future in as_completed(by_future):
-                yield by_future[future], future.result()
+                yield from zip(by_future[future], future.result(), strict=True)
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
@@ -213,6 +227,13 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
                 reason = "perhaps because memory ran out; jobs=1 needs the least"
                 raise CdgrabError(f"a process was killed, {reason}") from error
             raise
+
+
+def _work(parts: list[Part], jobs: int) -> list[list[Part]]:
+    """Parts that are computed together: runs that are alike, shared by `jobs` processes; any other part by itself."""
+    runs = [part for part in parts if part.run]
+    others = [[part] for part in parts if not part.run]
+    return others + [[runs[number] for number in group] for group in alike([part.run for part in runs], jobs)]
 
 
 def _begin_worker() -> None:
@@ -229,10 +250,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _timed(part: Part) -> dict:
+def _timed(parts: list[Part]) -> list[dict]:
+    """Their columns. Runs that train together have equal shares of the time."""
     started = time.perf_counter()
-    columns = part.compute()
-    return columns | {"seconds": round(time.perf_counter() - started, 3)}
+    computed = outcomes([part.run for part in parts]) if parts[0].run else [parts[0].compute()]
+    seconds = round((time.perf_counter() - started) / len(parts), 3)
+    return [columns | {"seconds": seconds} for columns in computed]
 
 
 def _source(task: str, data: str) -> dict:
@@ -243,11 +266,6 @@ def _source(task: str, data: str) -> dict:
 def _differs(key: str, before: object, now: object) -> bool:
     """Sorters may be added: every part has one, and the parts of the others stay what they are."""
     return not set(before) <= set(now) if key == "sorters" else before != now
-
-
-def significant(values: Iterable[float], digits: int = 8) -> list[float]:
-    """Rounded for the file: small, and the same on machines whose sums differ in their last bits."""
-    return [float(f"{float(value):.{digits}g}") for value in values]
 
 
 def _settings(config: DictConfig) -> DictConfig:

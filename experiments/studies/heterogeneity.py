@@ -21,8 +21,9 @@ from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED, sorter_label, sorter_line, task_name
 from experiments.report.statistics import estimate
-from experiments.studies.base import Part, Study, significant
-from experiments.studies.training import outcome, overrides, partition, test_metric, train
+from experiments.store.records import significant
+from experiments.studies.base import Part, Study, trained
+from experiments.studies.training import overrides, partition, test_metric
 from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, judge, keeps, select
 from experiments.tasks.partition import class_shares
 
@@ -36,11 +37,11 @@ def parts(settings: DictConfig) -> list[Part]:
     order."""
     axes = product(settings.tasks, range(settings.seeds), settings.alphas, (PARTITION, *settings.sorters))
     cases = [{"task": task, "alpha": alpha, "sorter": sorter, "seed": seed} for task, seed, alpha, sorter in axes]
-    return [Part(case, partial(_run if case["sorter"] else _skew, settings, case)) for case in cases]
+    return [_run(settings, case) if case["sorter"] else Part(case, partial(_skew, settings, case)) for case in cases]
 
 
-def _run(settings: DictConfig, case: dict) -> dict[str, list]:
-    return outcome(train(_overrides(settings, case, case["sorter"]), case["seed"]))
+def _run(settings: DictConfig, case: dict) -> Part:
+    return trained(case, _overrides(settings, case, case["sorter"]), case["seed"])
 
 
 def _skew(settings: DictConfig, case: dict) -> dict[str, list]:

@@ -4,7 +4,6 @@ paper in small."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -13,8 +12,8 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
-from experiments.studies.base import Part, Study
-from experiments.studies.training import outcome, overrides, train
+from experiments.studies.base import Part, Study, trained
+from experiments.studies.training import overrides
 from experiments.studies.verdicts import IN_PER_CENT, Verdict, difference, judge, judge_every, select
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
@@ -29,12 +28,7 @@ def parts(settings: DictConfig) -> Iterator[Part]:
         for optimiser, rates in settings.rates[task].items():
             for seed, rate, sorter in product(range(settings.seeds), rates, settings.sorters):
                 case = {"task": task, "optimiser": optimiser, "rate": rate, "sorter": sorter, "seed": seed}
-                yield Part(case, partial(_run, settings, case))
-
-
-def _run(settings: DictConfig, case: dict) -> dict[str, list]:
-    changes = {"optimiser": case["optimiser"], "lr": case["rate"]}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))
+                yield trained(case, overrides(settings, task, sorter, optimiser=optimiser, lr=rate), seed)
 
 
 class RateSweep:

@@ -17,9 +17,10 @@ from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
 from experiments.report.statistics import counted, estimate, power_exponents
-from experiments.studies.base import Part, Study, significant
+from experiments.store.records import significant
+from experiments.studies.base import Part, Study, trained
 from experiments.studies.timing import in_turn, under_torchrun
-from experiments.studies.training import outcome, overrides, train
+from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, difference, judge, judge_every, select
 from experiments.training.memory import keep_freed_memory
 
@@ -37,7 +38,8 @@ def parts(settings: DictConfig) -> Iterator[Part]:
     cells = list(product(settings.tasks, MODES, settings.workers))
     for cell, seed, sorter in product(cells, range(settings.seeds), settings.sorters):
         case = _key("trained", *cell, sorter=sorter, seed=seed)
-        yield Part(case, partial(_train, settings, case))
+        changes = _changes(settings, case) | {"herding_every": settings.tasks[case["task"]].epochs}
+        yield trained(case, overrides(settings, case["task"], sorter, **changes), seed)
     timed = [_key("timed", *cell) for cell in cells]
     for task, processes in product(settings.tasks, settings.processes):
         timed.append(_key("timed", task, FIXED, max(settings.processes), processes))
@@ -53,11 +55,6 @@ def _key(kind: str, task: str, mode: str, workers: int, processes: int = 1, sort
 def _changes(settings: DictConfig, case: dict) -> dict:
     batch = settings.batches[case["mode"]] * (case["workers"] if case["mode"] == WEAK else 1)
     return {"workers": case["workers"], "batch": batch}
-
-
-def _train(settings: DictConfig, case: dict) -> dict[str, list]:
-    changes = _changes(settings, case) | {"herding_every": settings.tasks[case["task"]].epochs}
-    return outcome(train(overrides(settings, case["task"], case["sorter"], **changes), case["seed"]))
 
 
 def _time(settings: DictConfig, case: dict) -> dict[str, list]:

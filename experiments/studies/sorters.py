@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -15,8 +14,8 @@ from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate, holm, paired_p
-from experiments.studies.base import Part, Study
-from experiments.studies.training import outcome, overrides, test_metric, train
+from experiments.studies.base import Part, Study, trained
+from experiments.studies.training import overrides, test_metric
 from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, keeps_the_advantage, select
 
 
@@ -25,12 +24,9 @@ def parts(settings: DictConfig) -> Iterator[Part]:
     if BASELINE not in settings.sorters:
         raise CdgrabError(f"study.sorters must name {BASELINE}, which all others are compared with")
     for task, seed, sorter in product(settings.tasks, range(settings.seeds), settings.sorters):
-        yield Part({"task": task, "sorter": sorter, "seed": seed}, partial(_run, settings, task, sorter, seed))
-
-
-def _run(settings: DictConfig, task: str, sorter: str, seed: int) -> dict[str, list]:
-    one_worker = {"workers": 1} if names.kind(sorter) in ONE_WORKER else {}
-    return outcome(train(overrides(settings, task, sorter, **one_worker), seed))
+        one_worker = {"workers": 1} if names.kind(sorter) in ONE_WORKER else {}
+        case = {"task": task, "sorter": sorter, "seed": seed}
+        yield trained(case, overrides(settings, task, sorter, **one_worker), seed)
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:

@@ -16,7 +16,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, Sparsifier, make_sparsifier
 from cdgrab.sparsify.simple import TopK
 from experiments.report.names import readable, task_name
-from experiments.studies.base import significant
+from experiments.store.records import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 from experiments.studies.training import train
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,12 +17,15 @@ from torch import Tensor
 from cdgrab import streams
 from cdgrab.errors import DivergedError
 from cdgrab.runtime.group import WorkerGroup, pick_device
-from experiments.studies.base import significant
+from experiments.store.records import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
-from experiments.training.loop import alone
+from experiments.training.grouping import fit_in_memory, groups
+from experiments.training.loop import Trainer
+from experiments.training.session import make_member
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
+AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
 METRICS = ("train_", "test_", "herding_per_step")  # prefixes of the metrics that are kept
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
 
@@ -44,17 +47,45 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
     ]
 
 
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run as part of a study."""
+
+    overrides: tuple[str, ...]
+    seed: int
+
+
+def outcomes(runs: Sequence[TrainingRun]) -> list[dict[str, list]]:
+    """What runs that are `alike` are judged by. They train together, as many at a time as memory has room for."""
+    return [outcome(epochs) for epochs in _trained(runs)]
+
+
+def alike(runs: Sequence[TrainingRun], parts: int) -> list[list[int]]:
+    """The numbers of runs that can train together, in at least so many parts."""
+    composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
+    return groups(composed, [False] * len(runs), parts, most=AT_ONCE)
+
+
 def train(run_overrides: list[str], seed: int) -> list[dict]:
     """Metrics by epoch, starting with the untrained model; a run that diverges ends early."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = _with_seed(_composed(tuple(run_overrides)), seed, Path(folder))
-        device = pick_device(run.config.device)
-        trainer = alone(run, make_task(run.config, run.source, device), WorkerGroup(run.config.workers), device)
-        (member,) = trainer.members
-        log = member.log = _Epochs(member.evaluate(trainer.loop.parameters))
+    return _trained([TrainingRun(tuple(run_overrides), seed)])[0]
+
+
+def _trained(runs: Sequence[TrainingRun]) -> list[list[dict]]:
+    runs, results = list(runs), []
+    while runs:
+        composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
+        device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
+        members = [make_member(composed[0], group, device)]
+        members += [make_member(run, group, device) for run in composed[1 : fit_in_memory(members[0])]]
+        trainer = Trainer(members)
+        for member, parameters in trainer.going():
+            member.log = _Epochs(member.evaluate(parameters))
         with contextlib.suppress(DivergedError):
-            trainer.fit()
-    return log.epochs
+            trainer.fit(save=False)
+        results += [member.log.epochs for member in members]
+        runs = runs[len(members) :]
+    return results
 
 
 def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:

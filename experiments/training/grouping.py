@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cdgrab.checks import MOST
 from cdgrab.sorters import SORTERS
 from experiments.tasks.base import DTYPES
 from experiments.training.config import Run
@@ -15,11 +16,12 @@ MAY_DIFFER = ("seed", "sorter.", *(f"task.{name}" for name in SETTINGS))
 MUST_AGREE = ("device", "compile", "threads", "timeout", "data", "data_root", "resume", "checkpoint", "replicas")
 
 
-def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1) -> list[list[int]]:
+def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1, most: int = MOST) -> list[list[int]]:
     """The numbers of the runs that train together, in the order of the first of each group.
 
     They share task, model, data and shapes, and differ in seed, sorter, or settings of the optimiser and its schedule.
     alone: which runs need their own processes. parts: into how many each group is divided, to train them at once.
+    most: runs in a group.
     """
     together: dict[str, list[int]] = {}
     for number, (run, on_its_own) in enumerate(zip(runs, alone, strict=True)):
@@ -27,7 +29,7 @@ def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1) -> list[l
     return [
         group[start : start + size]
         for group in together.values()
-        for size in [_size(len(group), runs[group[0]].config.replicas, parts)]
+        for size in [min(most, _size(len(group), runs[group[0]].config.replicas, parts))]
         for start in range(0, len(group), size)
     ]
 

@@ -62,6 +62,7 @@ class Trainer:
         self.epochs_done, self.position = 0, 0  # position: units visited in the current epoch
         self.clock = Clock()
         self._stop: Callable[[], int] = lambda: 0
+        self._saves = True
         self._warm_up()
 
     def _gradients(self) -> Compiled:
@@ -151,21 +152,23 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint of every run that has not ended. Called by all ranks; rank 0 writes."""
+        if not self._saves:
+            return
         for member, state in zip(self.members, self.state_dicts(), strict=True):
             if self.group.rank == 0 and not member.error:
                 snapshot.save(member.run, state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, title: str = "", stop: Callable[[], int] = lambda: 0) -> None:
+    def fit(self, title: str = "", stop: Callable[[], int] = lambda: 0, save: bool = True) -> None:
         """Train the remaining epochs; write metrics and a checkpoint after each, and checkpoints in between.
 
-        title: of the progress bar; empty: none.
+        title: of the progress bar; empty: none. save: whether checkpoints are written.
         stop: returns the number of a signal, or 0; asked in every block of steps. If any rank has received a signal,
         all of them save and raise `Stopped` at the end of the block. A run that cannot continue ends alone; its error
         is raised when no other run is left.
         """
-        self._stop = stop
+        self._stop, self._saves = stop, save
         steps_done = self.epochs_done * self.steps + self.position // self.microbatch
         with progress_bar(title, self.config.epochs * self.steps, steps_done) as bar, torch.no_grad():
             while self.epochs_done < self.config.epochs:
@@ -174,15 +177,15 @@ class Trainer:
     def _epoch(self, bar: tqdm) -> None:
         clock = self.clock = Clock(self.clock.seconds if self.position else None)
         if not self.position:
-            for member, parameters in self._going():
+            for member, parameters in self.going():
                 member.start_epoch(self.epochs_done, parameters)
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
         self.train_epoch(stacked(orders), clock, bar)
-        for member, _ in self._going():
+        for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
-        lines = {member: self._measured(member, parameters) for member, parameters in self._going()}
+        lines = {member: self._measured(member, parameters) for member, parameters in self.going()}
         clock.lap("evaluation")
         self.epochs_done, self.position = self.epochs_done + 1, 0
         for member, metrics in lines.items():
@@ -190,7 +193,7 @@ class Trainer:
                 member.log.record(_line(self.epochs_done, metrics, clock, self.replicas))
         self.save()
 
-    def _going(self) -> list[tuple[Member, Tensor]]:
+    def going(self) -> list[tuple[Member, Tensor]]:
         """The members that have not ended, and their parameters."""
         all_members = zip(self.members, self._each(self.loop.parameters), strict=True)
         return [(member, parameters) for member, parameters in all_members if not member.error]

@@ -51,7 +51,7 @@ class Epochs:
         trainer.position, self.epoch = 0, self.epoch + 1
         with torch.no_grad():
             trainer.train_epoch(stacked(orders), Clock(), tqdm(disable=True))
-            for member, parameters in trainer._going():
+            for member, parameters in trainer.going():
                 member.evaluate(parameters)
 
 
