@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
-from experiments.training.config import CONFIGS, check_choices, compose_config, known_names, one_line
+from experiments.training.composition import CONFIGS, check_choices, compose_config, known_names, one_line
 from experiments.training.extensions import extend_with
 from experiments.training.launcher import launch, launch_all, prepare
 from experiments.training.session import exit_status

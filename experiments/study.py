@@ -24,7 +24,7 @@ from experiments.report.notebook import execute
 from experiments.store.files import RESULTS, ROOT
 from experiments.studies.base import Part, Study, carry_out, compose_study
 from experiments.studies.collection import summary, write_collection
-from experiments.training.config import choices, compose_config
+from experiments.training.composition import choices, compose_config
 from experiments.training.memory import keep_freed_memory
 
 MOST_JOBS = 8

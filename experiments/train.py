@@ -18,7 +18,8 @@ if __name__ == "__main__":
     early.listen()
 
 from experiments.training import session
-from experiments.training.config import compose, known_names
+from experiments.training.composition import known_names
+from experiments.training.config import compose
 
 
 def main(arguments: list[str] | None = None) -> int:

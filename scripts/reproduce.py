@@ -29,7 +29,8 @@ from experiments.report.runs import Group, groups, sweeps, without
 from experiments.report.text import save
 from experiments.store.files import RESULTS, ROOT
 from experiments.tasks import locate_data
-from experiments.training.config import Run, compose, compose_config
+from experiments.training.composition import compose_config
+from experiments.training.config import Run, compose
 from scripts.arguments import Parser, positive
 
 # task -> experiments (each a yaml under configs/experiment and a notebook of the same name)

@@ -12,7 +12,8 @@ from cdgrab.sparsify import SPARSIFIERS
 from experiments import train
 from experiments.launch import main as sweep_main
 from experiments.tasks import TASKS, make_task
-from experiments.training.config import choices, compose, compose_config
+from experiments.training.composition import choices, compose_config
+from experiments.training.config import compose
 from experiments.training.launcher import process_count
 
 

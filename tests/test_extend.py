@@ -23,7 +23,8 @@ from experiments.studies import base as studies
 from experiments.studies import sorters
 from experiments.tasks import TASKS, make_task
 from experiments.training import launcher
-from experiments.training.config import choices, compose
+from experiments.training.composition import choices
+from experiments.training.config import compose
 from experiments.training.loop import alone
 from experiments.training.runlog import RunLog
 

@@ -6,7 +6,7 @@ import pytest
 from cdgrab.sorters import SORTERS as OUR_SORTERS
 from experiments.report.names import PUBLISHED_SORTERS
 from experiments.report.published import PAPER, PUBLISHED, published, published_metrics
-from experiments.training.config import choices
+from experiments.training.composition import choices
 
 
 def rows_of(file, **where):

@@ -21,7 +21,7 @@ from experiments.store.lock import locked
 from experiments.studies import collection
 from experiments.studies.base import Part, Study, carry_out, compose_study
 from experiments.study import main
-from experiments.training.config import choices, compose_config
+from experiments.training.composition import choices, compose_config
 
 
 def read_lines(path):

@@ -43,7 +43,8 @@ from experiments.store.lock import locked
 from experiments.studies.training import TrainingRun, alike, outcomes
 from experiments.studies.verdicts import Verdict
 from experiments.tasks import locate_data
-from experiments.training.config import compose_config, flatten
+from experiments.training.composition import compose_config
+from experiments.training.config import flatten
 from experiments.training.extensions import load_extensions
 from experiments.training.memory import keep_freed_memory
 

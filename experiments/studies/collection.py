@@ -12,7 +12,7 @@ from experiments.store.files import RESULTS, write_atomically
 from experiments.store.records import read_manifest
 from experiments.studies.base import Study
 from experiments.studies.verdicts import verdict_table
-from experiments.training.config import choices, compose_config
+from experiments.training.composition import choices, compose_config
 
 SIZES = ("paper", "quick", "smoke")  # most informative first
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail

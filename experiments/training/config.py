@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cdgrab.checks import differences, one_of
 from cdgrab.errors import CdgrabError
-from cdgrab.sorters import SORTERS, sorter_options
-from cdgrab.sparsify import SPARSIFIERS, sparsifier_options
 from experiments.data.sources import Source
-from experiments.store.files import ROOT, RUNS
-from experiments.tasks import TASKS, locate_data, task_class
+from experiments.store.files import RUNS
+from experiments.tasks import locate_data, task_class
 from experiments.tasks.settings import complaints, refuse
-from experiments.training.extensions import load_extensions
+from experiments.training.composition import GROUPS, choices, compose_config, one_line, own_settings, task_defaults
 from experiments.training.schema import DATA_SETTINGS, wrong_settings
-
-CONFIGS = ROOT / "configs"
-
-GROUPS = ("task", "sorter", "sparsifier", "experiment", "study")
-PLURALS = {"study": "studies"}
 
 # Settings that say where and how a run is carried out, not what it computes.
 DEPLOYMENT = {
@@ -82,8 +68,8 @@ class Run:
     def settings(self) -> dict:
         """The configuration, without defaults that the task's own yaml does not mention."""
         tree = OmegaConf.to_container(self.config, resolve=True)
-        own = _own_settings("task", self.config.task.name)
-        unsaid = [k for k, v in _task_defaults().items() if k not in own and tree["task"].get(k) == v]
+        own = own_settings("task", self.config.task.name)
+        unsaid = [k for k, v in task_defaults().items() if k not in own and tree["task"].get(k) == v]
         return tree | {"task": {key: value for key, value in tree["task"].items() if key not in unsaid}}
 
     @property
@@ -99,16 +85,11 @@ def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
     """Refuse to continue a run with other settings. Settings that did not exist when it was stored don't count."""
     if not isinstance(stored, dict):
         raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
-    unsaid = UNSAID | flatten({"task": _task_defaults()})
+    unsaid = UNSAID | flatten({"task": task_defaults()})
     now, stored = unsaid | run.science, unsaid | stored
     common = stored.keys() & now.keys()
     if details := differences({key: stored[key] for key in common}, {key: now[key] for key in common}):
         raise CdgrabError(f"{holder} holds a run with other settings ({details}); choose another run_dir")
-
-
-def choices(group: str) -> list[str]:
-    """Names in a config group: those with a yaml, and classes registered without one."""
-    return sorted({path.stem for path in (CONFIGS / group).glob("*.yaml")} | REGISTRIES.get(group, {}).keys())
 
 
 def compose(overrides: list[str]) -> Run:
@@ -133,85 +114,11 @@ def compose(overrides: list[str]) -> Run:
         raise CdgrabError(one_line(error)) from error
 
 
-def compose_config(overrides: list[str], name: str = "config", hydras_own: bool = False) -> DictConfig:
-    """configs/<name>.yaml with these Hydra overrides; `hydras_own`: with Hydra's own settings."""
-    check_choices(overrides)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            # a task's setting may be written with a +, as if it had no default
-            named = ["+" + o if o.startswith("+task.") else o for o in overrides]
-            return hydra_compose(name, named, return_hydra_config=hydras_own)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise CdgrabError(one_line(error)) from error
-
-
-def one_line(error: Exception) -> str:
-    """The message of Hydra or OmegaConf, which often has several lines, in one."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-
-
-# -- settings of tasks, sorters and sparsifiers ------------------------------------------------------------------------
-
-REGISTRIES = {"task": TASKS, "sorter": SORTERS, "sparsifier": SPARSIFIERS}
-
-
-@cache
-def _task_defaults() -> dict:
-    """A task's settings where its own yaml says nothing."""
-    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml").task, resolve=False)
-
-
-def _own_settings(group: str, name: str) -> dict:
-    """The settings in the yaml of this name alone. For a class from elsewhere: a task's come from a yaml of the same
-    name beside its file, if there is one; a sorter's or sparsifier's are its options with their defaults."""
-    path = CONFIGS / group / f"{name}.yaml"
-    if path.exists() or name not in REGISTRIES[group]:
-        return _loaded(path)
-    chosen = REGISTRIES[group][name]
-    if group != "task":
-        wanted = sorter_options(name) if group == "sorter" else ("density", *sparsifier_options(name))
-        parameters = [p for base in chosen.__mro__[::-1] for p in inspect.signature(base.__init__).parameters.values()]
-        return {"name": name} | {p.name: p.default for p in parameters if p.name in wanted and p.default is not p.empty}
-    file = getattr(sys.modules.get(chosen.__module__), "__file__", None)  # none of a class typed in a session
-    beside = Path(file).with_suffix(".yaml") if file else path
-    return {"name": name} | (_loaded(beside) if beside.exists() else {})
-
-
-@cache
-def _loaded(path: Path) -> dict:
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-
-
-def _store_extensions() -> None:
-    """Tell Hydra about classes that are registered without a yaml in configs/."""
-    load_extensions()
-    for group, registry in REGISTRIES.items():
-        for name in registry:
-            if not (CONFIGS / group / f"{name}.yaml").exists():
-                ConfigStore.instance().store(name, _own_settings(group, name), group)
-
-
 def _in_own_order(task: DictConfig) -> dict:
     """The task's settings in the order of its own yaml, then the defaults: folder names follow this order."""
     tree = OmegaConf.to_container(task, resolve=False)
-    own = _own_settings("task", tree["name"]) if tree.get("name") in choices("task") else {}
+    own = own_settings("task", tree["name"]) if tree.get("name") in choices("task") else {}
     return {key: tree[key] for key in own if key in tree} | tree
-
-
-def check_choices(overrides: list[str]) -> None:
-    """Refuse unknown names, and words that are not settings, in one line; Hydra would take several."""
-    _store_extensions()
-    refuse([complaint for override in overrides if (complaint := _unknown(override))])
-
-
-def _unknown(override: str) -> str | None:
-    key, equals, values = override.partition("=")
-    if not equals:
-        return f"{override!r} is not a setting of the form key=value"
-    unknown = [value for value in values.split(",") if key in GROUPS and value not in choices(key)]
-    plural = PLURALS.get(key, f"{key}s")
-    return f"unknown {key} {unknown[0]!r}; the {plural} are {', '.join(choices(key))}" if unknown else None
 
 
 def _sizes(config: DictConfig, source: Source) -> DictConfig:
@@ -288,9 +195,3 @@ def flatten(tree: dict, prefix: str = "") -> dict:
             flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
         )
     return flat
-
-
-def known_names() -> str:
-    """For --help."""
-    groups = {"tasks": TASKS, "sorters": SORTERS, "sparsifiers": SPARSIFIERS, "experiments": choices("experiment")}
-    return "\n".join(f"{group}: {', '.join(names)}" for group, names in groups.items())

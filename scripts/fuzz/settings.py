@@ -11,7 +11,8 @@ import torch
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.training import session
-from experiments.training.config import choices, compose, compose_config, flatten
+from experiments.training.composition import choices, compose_config
+from experiments.training.config import compose, flatten
 from experiments.training.loop import Trainer
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
