@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
@@ -12,6 +13,7 @@ from cdgrab.sparsify import SPARSIFIERS
 from experiments import train
 from experiments.launch import main as sweep_main
 from experiments.tasks import TASKS, make_task
+from experiments.training import composition
 from experiments.training.composition import choices, compose_config
 from experiments.training.config import compose
 from experiments.training.launcher import process_count
@@ -265,3 +267,26 @@ def test_settings_that_follow_the_size_are_in_no_folder_name():
     settings = ["experiment=table1_glue", "size=paper", "data=embedded"]
     assert compose(settings).directory.parent.name == "embedded"
     assert "pretrained_size=quick" in str(compose([*settings, "task.pretrained_size=quick"]).directory)
+
+
+PLAIN = [
+    [],
+    ["task=mlp_m4", "task.lr=1", "seed=3", "sorter=grab", "sorter.sketch=countsketch"],
+    ["experiment=fig4_cifar10_workers", "size=paper", "workers=8", "task.limit=null", "run_dir='a b'"],
+    ["task=lstm_wiki2", "task.schedule={kind: linear}", "checkpoint.every_steps=3", "seed=1", "seed=2"],
+    ["sparsifier=exdyna", "sparsifier.density=1e-3", "task.dtype=float64", "+task.anything=3"],
+]
+WRONG = [["nothing=3"], ["task.nothing=3"], ["task.lr=["], ["seed=1,2"], ["task.schedule=3"], ["seed="]]
+
+
+@pytest.mark.parametrize("overrides", [*PLAIN, *WRONG], ids=str)
+def test_settings_are_put_in_as_hydra_does(overrides):
+    def composed(compose):
+        try:
+            config = compose(overrides, "config")
+            return OmegaConf.to_container(config), OmegaConf.is_struct(config)
+        except CdgrabError as error:
+            return str(error)
+
+    assert composed(compose_config) == composed(composition._by_hydra)
+    assert isinstance(composed(compose_config), str) == (overrides in WRONG[:4])

@@ -18,7 +18,7 @@ from experiments.data import wikitext
 from experiments.data.cache import cached
 from experiments.tasks import make_task
 from experiments.training.config import compose
-from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.gradients import FlatParameters, at_once, gradient_function, over_replicas, summed
 from experiments.training.optimisers import Optimiser
 
 BATCH, LENGTH, TEST_COLUMNS, CHUNKS = 4, 5, 3, 7
@@ -333,3 +333,21 @@ def test_real_data_has_the_papers_counts():
     assert FlatParameters(task.model).dim == 1_081_760 + 32  # the paper counts 33,277 words, <eos> left out
     inputs, targets = task.fetch("train", torch.tensor([[3 * 3729 + 3728]]))
     assert inputs.shape == targets.shape == (1, 1, 35, 4)
+
+
+def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients():
+    """What a GPU does for a group of runs."""
+    run = compose(
+        ["task=lstm_wiki2", "workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=8"]
+    )
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    flat = FlatParameters(task.model)
+    alone = over_replicas(summed(gradient_function(task, flat, True, "backward"), 2), 2, "backward")
+    generator = torch.Generator().manual_seed(0)
+    parameters = 0.1 * torch.randn(3, flat.dim, generator=generator, dtype=torch.float64)
+    carry = [torch.randn(3, *part.shape, generator=generator, dtype=torch.float64) for part in task.first_carry(2)]
+    batch = task.fetch("train", torch.randint(8, (3, 2, 1), generator=generator))
+    found = at_once(task, flat, 2)(parameters, *carry, *batch)
+    for one, other in zip(alone(parameters, *carry, *batch), found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+        assert one.abs().max() > 0
