@@ -82,9 +82,9 @@ def test_counted_traffic_is_that_of_an_all_reduce_and_a_few_numbers(results):
     # and a loss of each worker; by the second process also the difference of every two gradients of its two workers
     assert (short["processes"], short["workers"], short["divided"]) == (2, 4, False)
     # and once in these steps, of each worker, whether anybody asked for the end
-    wishes = 4 * 2 / traffic.STEPS
-    assert short["d_rr_bytes"] == 4 * (19 + 2) + wishes and short["author_bytes"] == 4 * 2 * 19
-    assert short["bytes"] == 4 * (19 + 2) + 4 * 2 * 19 / 2 + wishes
+    stop_requests = 4 * 2 / traffic.STEPS
+    assert short["d_rr_bytes"] == 4 * (19 + 2) + stop_requests and short["author_bytes"] == 4 * 2 * 19
+    assert short["bytes"] == 4 * (19 + 2) + 4 * 2 * 19 / 2 + stop_requests
 
 
 def test_both_ways_of_balancing_decide_the_same():

@@ -51,7 +51,7 @@ def test_counts_have_the_right_sums(rows, sizes, seed):
     assert (counts.sum(1) == units).all() and (counts.sum(0) <= sizes).all() and (counts >= 0).all()
 
 
-def test_wishes_that_can_be_granted_are():
+def test_mixes_that_can_be_had_are_given():
     wanted = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]])
     assert class_counts(wanted, np.array([4, 6, 6]), 8).tolist() == [[4, 4, 0], [0, 2, 6]]
     # both want all of a class of 6: shared out, and the rest is what is left
