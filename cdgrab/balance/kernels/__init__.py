@@ -6,7 +6,6 @@ alone takes as long as importing the rest of the library.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -15,16 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cdgrab.balance import rules
+from cdgrab.balance import optional, rules
 from cdgrab.balance.kernels import gram
-
-
-def optional(name: str) -> ModuleType | None:
-    """A module of this package, or None if what it needs is not installed."""
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ImportError:
-        return None
 
 
 @cache

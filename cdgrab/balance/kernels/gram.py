@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cdgrab.balance import optional
 from cdgrab.balance.rules import ROUNDING, kh_threshold
 
 Balance = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,11 +74,8 @@ def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tenso
 @cache
 def fastest_recursion() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """`recursion`, compiled where numba is installed."""
-    try:
-        from cdgrab.balance.kernels.cpu import recursion as compiled
-    except ImportError:
-        return recursion
-    return compiled
+    compiled = optional("cpu")
+    return compiled.recursion if compiled else recursion
 
 
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
