@@ -34,7 +34,8 @@ CASES = {
         ("lstm_wiki2", ["experiment=fig3b_lstm_wiki2"], 8),
     ],
 }
-SHORTER = {"lr_hmda": "task.train_share=0.02", "mlp_m4": "task.limit=640", "cifar10": "task.limit=640"}
+SMOKE = {"lr_hmda": "task.train_share=0.02", "mlp_m4": "task.limit=640", "cifar10": "task.limit=640"}
+SHORTER = {("smoke", "cpu"): SMOKE, ("smoke", "cuda"): SMOKE, ("quick", "cpu"): {"mlp_m4": "task.limit=6400"}}
 REPEATS = {"smoke": 1, "quick": 2, "full": 5}
 
 
@@ -61,8 +62,8 @@ describe = "{task}: {replicas} runs together {speedup} times as fast as alone".f
 def measure(device: str, size: str) -> Iterator[dict]:
     keep_freed_memory()
     for task, settings, replicas in CASES[device]:
-        shorter = [SHORTER[task]] if size == "smoke" and task in SHORTER else []
-        settings = [*settings, "size=paper", f"device={device}", *shorter]
+        shorter = SHORTER.get((size, device), {}).get(task)
+        settings = [*settings, "size=paper", f"device={device}", *([shorter] if shorter else [])]
         yield {"task": task, "device": device, "replicas": replicas} | _row(settings, replicas, device, size)
         gc.collect()
 
@@ -70,6 +71,7 @@ def measure(device: str, size: str) -> Iterator[dict]:
 def _row(settings: list[str], replicas: int, device: str, size: str) -> dict:
     where, wait = torch.device(device), torch.cuda.synchronize if device == "cuda" else lambda: None
     runs = [compose([*settings, f"sorter={SORTERS[i % 2]}", f"seed={i // 2}"]) for i in range(replicas)]
+    torch.set_num_threads(runs[0].config.threads)
     contenders, memory = {}, {}
     for name, members in ((SORTERS[0], runs[:1]), (SORTERS[1], runs[1:2]), ("together", runs)):
         before = _memory(device)
