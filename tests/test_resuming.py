@@ -114,8 +114,12 @@ RUN = [*SMALL, "task=lr_hmda", "task.limit=400", "epochs=12", "checkpoint.every_
 SHORT = [*RUN, "epochs=4"]  # the rate is constant: these are the first ones of the others
 
 
-def start(folder):
-    command = [sys.executable, "-m", "experiments.train", *RUN, f"run_dir={folder}"]
+def start(folder, *more, processes=1):
+    command = [sys.executable, "-m"]
+    if processes > 1:  # in tests/system
+        launcher = ["--standalone", "--max-restarts=3", "--monitor-interval=0.1", f"--nproc-per-node={processes}", "-m"]
+        command += ["torch.distributed.run", *launcher]
+    command += ["experiments.train", *RUN, f"run_dir={folder}", *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # the tests themselves may have been started in the background of a shell, where Ctrl-C is ignored
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
