@@ -85,6 +85,7 @@ def test_herding_bounds_are_those_of_the_run(tmp_path):
     for one, other in zip(alone, together, strict=True):
         assert_same(one, other)
         assert lines(one)[0]["herding_per_step"] > 0
+        assert checkpoint.load(one.directory)["first_parameters"] is None  # the epoch that needed them is over
 
 
 def test_a_run_that_diverges_ends_alone(tmp_path, capsys):
@@ -122,6 +123,10 @@ def test_runs_of_a_stopped_group_go_on_alone_and_in_other_groups(blocks, tmp_pat
             session.carry_out(*runs[:3])
     assert {read_manifest(run.directory)["status"] for run in runs[:3]} == {"stopped"}
     assert {checkpoint.load(run.directory)["position"] > 0 for run in runs[:3]} == {True}
+    for run in runs[:3]:  # its own tensors and nobody else's
+        saved = checkpoint.load(run.directory)
+        for tensor in (saved["parameters"], *saved["optimiser"]):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
     for run in runs:
         run.config.resume = True
     session.carry_out(runs[2])

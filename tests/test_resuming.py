@@ -24,6 +24,7 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training import session, signals, snapshot
 from experiments.training.config import compose
+from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer, alone
 from experiments.training.runlog import RunLog
 
@@ -245,7 +246,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, capsys):
     settings += [f"data_root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}", "epochs=2", "resume=true"]
     run = compose(settings)
     (tmp_path / "run").mkdir()
-    made = Trainer([session.make_member(run, WorkerGroup(4), torch.device("cpu"))])
+    made = Trainer([make_member(run, WorkerGroup(4), torch.device("cpu"))])
     with pytest.raises(Stopped):
         fit(made, Log(), lambda: signal.SIGTERM)
     with open(books / "two.txt", "a") as file:

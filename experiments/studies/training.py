@@ -20,9 +20,8 @@ from cdgrab.runtime.group import WorkerGroup, pick_device
 from experiments.store.records import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
-from experiments.training.grouping import fit_in_memory, groups
+from experiments.training.grouping import first_members, groups
 from experiments.training.loop import Trainer
-from experiments.training.session import make_member
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
@@ -76,8 +75,7 @@ def _trained(runs: Sequence[TrainingRun]) -> list[list[dict]]:
     while runs:
         composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
         device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
-        members = [make_member(composed[0], group, device)]
-        members += [make_member(run, group, device) for run in composed[1 : fit_in_memory(members[0])]]
+        members = first_members(composed, group, device)
         trainer = Trainer(members)
         for member, parameters in trainer.going():
             member.log = _Epochs(member.evaluate(parameters))

@@ -126,7 +126,7 @@ def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
             losses, carry = task.losses(flat.unflatten(leaf), tuple(rows[:carried]), *batch)
             gradients = torch.autograd.grad(losses.sum(), leaf)[0].view(replicas, workers, -1)
         outputs = [tensor.detach().unflatten(0, (replicas, workers)) for tensor in (losses, *carry)]
-        return gradients[:lookers, :, None], gradients.mean(1), *outputs
+        return gradients[:lookers, :, None], tree_sum(gradients.transpose(0, 1)) / workers, *outputs
 
     return function
 

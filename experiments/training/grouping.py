@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from cdgrab.checks import MOST
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
+from experiments.tasks import make_task
 from experiments.tasks.base import DTYPES
 from experiments.training.config import Run
 from experiments.training.member import Member
@@ -52,10 +56,20 @@ def _size(runs: int, replicas: int | str, parts: int) -> int:
     return most if replicas == "auto" else min(most, replicas)
 
 
-def fit_in_memory(member: Member) -> int:
+def make_member(run: Run, group: WorkerGroup, device: torch.device) -> Member:
+    return Member(run, make_task(run.config, run.source, device), group, device)
+
+
+def first_members(runs: Sequence[Run], group: WorkerGroup, device: torch.device) -> list[Member]:
+    """Of as many of these runs, from the first one on, as fit into memory."""
+    first = make_member(runs[0], group, device)
+    return [first, *(make_member(run, group, device) for run in runs[1 : _fit_in_memory(first)])]
+
+
+def _fit_in_memory(member: Member) -> int:
     """How many runs like this one fit into half of the free memory."""
     config, dim = member.config, member.flat.dim
-    data = sum(tensor.nbytes for tensor in member.task.data["train"]) if hasattr(member.task, "data") else 0
+    data = sum(tensor.nbytes for tensor in member.task.data["train"])
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
     vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize

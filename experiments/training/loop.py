@@ -10,6 +10,7 @@ once: orders are needed only at the end of the epoch, and small models would spe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cdgrab.errors import CdgrabError, NotFiniteError, Stopped
+from cdgrab.errors import DivergedError, NotFiniteError, Stopped
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
+from cdgrab.runtime.state import copied
 from experiments import early
 from experiments.tasks.base import DTYPES, Task, joined
 from experiments.training import snapshot
@@ -28,9 +30,15 @@ from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.gradients import at_once, gradient_function, over_replicas, summed
-from experiments.training.member import Member, all_finite
+from experiments.training.member import Member
 from experiments.training.optimisers import Optimiser
-from experiments.training.parts import MOST_STEPS_PER_BLOCK, progress_bar, steps_per_block, warm_up_shards
+from experiments.training.parts import (
+    MOST_STEPS_PER_BLOCK,
+    progress_bar,
+    steps_per_block,
+    warm_up_shards,
+    warm_up_sorter,
+)
 from experiments.training.steps import CapturedSteps, Steps
 
 
@@ -102,8 +110,9 @@ class Trainer:
                 for _ in range(3):
                     unit_gradients, *_ = self.gradients(*inputs)
         if self.per_unit:
-            for member, seen in zip(self.members, self._each(unit_gradients), strict=False):
-                member.warm_up(seen)
+            looking = zip(self.members, self._each(unit_gradients), strict=False)
+            for options, seen in {str(m.config.sorter): (m.config.sorter, seen) for m, seen in looking}.values():
+                warm_up_sorter(options, seen)
         elif self.shards:
             warm_up_shards(self.loop.parameters)
 
@@ -121,7 +130,8 @@ class Trainer:
         parts = (self._each(self.loop.parameters), self.loop.optimiser.split(self.loop.optimiser.state), carries)
         common = {"epochs_done": self.epochs_done, "position": self.position, "seconds": self.clock.seconds}
         return [
-            {**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry), **member.state_dict()}
+            copied({**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry)})
+            | member.state_dict()  # copied: a view would be saved with the tensors of all members
             for member, parameters, optimiser, carry in zip(self.members, *parts, strict=True)
         ]
 
@@ -200,7 +210,7 @@ class Trainer:
 
     def _measured(self, member: Member, parameters: Tensor) -> dict:
         metrics = member.evaluate(parameters)
-        if not all_finite(metrics):
+        if not all(map(math.isfinite, metrics.values())):
             self._end(member, member.diverged(self.epochs_done, "at its end"))
             return {}
         return metrics | member.more_metrics(self.epochs_done)
@@ -252,8 +262,8 @@ class Trainer:
             try:
                 if not member.error:
                     member.sorter.observe(range(start, start + its.shape[1]), its, unseen=unseen)
-            except NotFiniteError as error:
-                self._end(member, error)
+            except NotFiniteError:
+                self._end(member, member.diverged(self.epochs_done, f"after position {start} of {self.units}"))
 
     def _observe_early(self, seen: Tensor) -> None:
         """In the middle of a block; at its end they are checked for being finite."""
@@ -270,10 +280,10 @@ class Trainer:
                 step = first_step + (int(bad[0]) if len(bad) else len(its) - 1) + 1
                 self._end(member, self._diverged_at(member, step))
 
-    def _diverged_at(self, member: Member, step: int) -> CdgrabError:
+    def _diverged_at(self, member: Member, step: int) -> DivergedError:
         return member.diverged(self.epochs_done, f"at step {step} of {self.steps}")
 
-    def _end(self, member: Member, error: CdgrabError) -> None:
+    def _end(self, member: Member, error: DivergedError) -> None:
         """End this run. The others continue, if there are any."""
         member.end(error)
         if all(other.error for other in self.members):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.errors import CdgrabError, DivergedError
+from cdgrab.errors import DivergedError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import collected
 from cdgrab.sorters import make_sorter
@@ -18,7 +17,7 @@ from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.evaluation import evaluate, replayed_herding
 from experiments.training.gradients import FlatParameters, gradient_function
-from experiments.training.parts import JUDGED_BYTES, make_sparse_mean, warm_up_sorter
+from experiments.training.parts import JUDGED_BYTES, make_sparse_mean
 from experiments.training.runlog import RunLog
 
 
@@ -39,7 +38,7 @@ class Member:
         self.log: RunLog | None = None
         self.current: Tensor | None = None  # its order in this epoch
         self.first_parameters: Tensor | None = None  # at the start of the epoch, if the herding bound is due
-        self.error: CdgrabError | None = None  # why it ended early
+        self.error: DivergedError | None = None  # why it ended early
         self._unit_gradients: Compiled | None = None
 
     @property
@@ -56,10 +55,6 @@ class Member:
     def initial_parameters(self) -> Tensor:
         """The model's initial parameters [dim]."""
         return self.flat.flatten({name: p.detach() for name, p in self.task.model.named_parameters()})
-
-    def warm_up(self, unit_gradients: Tensor) -> None:
-        """Compile its sorter's kernels before any clock runs; unit_gradients [workers, units, dim]."""
-        warm_up_sorter(self.config.sorter, unit_gradients)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -98,11 +93,11 @@ class Member:
         if self.herding_is_due(epochs_done):
             self.sorter.order(epochs_done + 1)
 
-    def end(self, error: CdgrabError) -> None:
+    def end(self, error: DivergedError) -> None:
         """End this run and log why; the others continue."""
         self.error = error
         if self.log:
-            self.log.finish("diverged" if isinstance(error, DivergedError) else "refused", str(error))
+            self.log.finish("diverged", str(error))
 
     def diverged(self, epochs_done: int, where: str) -> DivergedError:
         kept = "no epoch was finished"
@@ -133,14 +128,11 @@ class Member:
             self._unit_gradients = Compiled(compute, self.config.compile == "auto" and how == "vmap")
         visits = self.owned.gather(1, self.sorter.order(epochs_done + 1).to(self.device))
         at_once = max(1, JUDGED_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
-        return replayed_herding(self.task, self._unit_gradients, self.first_parameters, visits, self.group, at_once)
+        first, self.first_parameters = self.first_parameters, None  # not to be saved at the epoch's end
+        return replayed_herding(self.task, self._unit_gradients, first, visits, self.group, at_once)
 
     def more_metrics(self, epochs_done: int) -> dict:
         """Metrics besides the task's: of its orders and of its sparsifier."""
         everybodys = self.group.gather(self.current).numpy().astype("<i8").tobytes()
         metrics = self.herding(epochs_done) | {"order_hash": hashlib.sha256(everybodys).hexdigest()}
         return metrics | ({"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {})
-
-
-def all_finite(metrics: dict[str, float]) -> bool:
-    return all(map(math.isfinite, metrics.values()))

@@ -76,7 +76,7 @@ class RunLog:
         self._phases.append(metrics["phases"])
 
     def finish(self, status: str, reason: str | None = None) -> None:
-        """status: finished, interrupted, stopped, diverged or refused."""
+        """status: finished, interrupted, stopped or diverged."""
         if self.active and self._manifest:
             self._manifest = records.finish(self._manifest, status, **({"reason": reason} if reason else {}))
             self._write_manifest()

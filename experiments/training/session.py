@@ -24,10 +24,9 @@ from experiments import early
 from experiments.store import checkpoint
 from experiments.store.lock import locked
 from experiments.store.records import METRICS, read_manifest, read_metrics
-from experiments.tasks import make_task
 from experiments.training import runlog, signals, snapshot
 from experiments.training.config import Run, refuse_other_settings
-from experiments.training.grouping import fit_in_memory
+from experiments.training.grouping import first_members
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
@@ -124,18 +123,13 @@ def enough_memory() -> Iterator[None]:
         raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
 
 
-def make_member(run: Run, group: workers.WorkerGroup, device: torch.device) -> Member:
-    return Member(run, make_task(run.config, run.source, device), group, device)
-
-
 def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] | None) -> dict[Path, CdgrabError]:
     """Train the runs, as many at a time as fit into memory. Returns the errors of those that ended early, by folder."""
     device, errors = workers.pick_device(runs[0].config.device), {}
     first, total = of or (1, len(runs))
     while runs:
         with enough_memory():
-            members = [make_member(runs[0], group, device)]
-            members += [make_member(run, group, device) for run in runs[1 : fit_in_memory(members[0])]]
+            members = first_members(runs, group, device)
         errors |= _train_members(members, (first, total))
         runs, first = runs[len(members) :], first + len(members)
     return errors

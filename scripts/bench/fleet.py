@@ -7,8 +7,7 @@ D-RR's, each with a seed of its own; one of either is measured alone.
 from __future__ import annotations
 
 import gc
-import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from tqdm import tqdm
@@ -16,9 +15,9 @@ from tqdm import tqdm
 from cdgrab.runtime.group import WorkerGroup
 from experiments.training.clock import Clock
 from experiments.training.config import compose
+from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer, stacked
 from experiments.training.memory import keep_freed_memory
-from experiments.training.session import make_member
 from scripts.bench.measure import alternately, summary
 
 SORTERS = ("cd_grab", "d_rr")
@@ -72,23 +71,24 @@ def _row(settings: list[str], replicas: int, device: str, size: str) -> dict:
     where, wait = torch.device(device), torch.cuda.synchronize if device == "cuda" else lambda: None
     runs = [compose([*settings, f"sorter={SORTERS[i % 2]}", f"seed={i // 2}"]) for i in range(replicas)]
     torch.set_num_threads(runs[0].config.threads)
-    contenders, memory = {}, {}
-    for name, members in ((SORTERS[0], runs[:1]), (SORTERS[1], runs[1:2]), ("together", runs)):
-        before = _memory(device)
-        contenders[name] = Epochs(members, where)
-        contenders[name]()
-        memory[name] = (_memory(device) - before) // len(members)
+    contenders = {SORTERS[0]: Epochs(runs[:1], where), SORTERS[1]: Epochs(runs[1:2], where)}
+    contenders["together"], memory = _measuring_memory(lambda: Epochs(runs, where), device)
     seconds = alternately(contenders, REPEATS[size], wait)
     alone = [sum(pair) * replicas / 2 for pair in zip(*(seconds[sorter] for sorter in SORTERS), strict=True)]
     ratios = [one / other for one, other in zip(alone, seconds["together"], strict=True)]
     row = summary("speedup", ratios) | {f"{name}_s": summary("s", values)["s"] for name, values in seconds.items()}
     trainer = contenders["together"].trainer
     what = {"workers": trainer.config.workers, "dim": trainer.flat.dim, "steps": trainer.steps}
-    return row | what | {"bytes_per_run": memory["together"], "data": runs[0].source.description}
+    memory = {"bytes_per_run": memory // replicas} if memory else {}
+    return row | what | memory | {"data": runs[0].source.description}
 
 
-def _memory(device: str) -> int:
-    """Bytes: those held on a GPU, or the peak of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _measuring_memory(make: Callable[[], Epochs], device: str) -> tuple[Epochs, int]:
+    """What `make` makes, and the most bytes that its first epoch takes on a GPU; 0 on a CPU, where nobody counts."""
+    if device != "cuda":
+        return make(), 0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made = make()
+    made()
+    return made, torch.cuda.max_memory_allocated() - before

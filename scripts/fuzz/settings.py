@@ -13,6 +13,7 @@ from cdgrab.runtime.group import WorkerGroup
 from experiments.training import session
 from experiments.training.composition import choices, compose_config
 from experiments.training.config import compose, flatten
+from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer
 
 WORDS = ["", "null", "true", "-1", "0", "1", "2", "3.5", "1e309", "-0.0", "nan", "inf", "abc", "cd_grab", "[]", "[1,2]"]
@@ -30,7 +31,7 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
         session.may_start(run, speak=False)
         if build:
             with session.enough_memory():
-                Trainer([session.make_member(run, WorkerGroup(run.config.workers), torch.device("cpu"))])
+                Trainer([make_member(run, WorkerGroup(run.config.workers), torch.device("cpu"))])
 
     while True:
         chosen = [f"{group}={generator.choice(choices(group))}" for group in ("task", "sorter", "sparsifier")]
