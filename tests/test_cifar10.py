@@ -304,7 +304,8 @@ def smoke_run(folder, *more):
 
 
 def test_a_run_logs_everything_and_measuring_changes_nothing(tmp_path):
-    plain, measured = smoke_run(tmp_path / "plain"), smoke_run(tmp_path / "measured", "task.herding_every=2")
+    measure = ("task.herding_every=2", "task.herding_replays=[1, 2]")
+    plain, measured = smoke_run(tmp_path / "plain"), smoke_run(tmp_path / "measured", *measure)
     assert {"train_loss", "train_accuracy", "test_loss", "test_accuracy"} <= plain[0].keys()
     sizes = {"workers": 16, "units": 8, "microbatch": 4, "steps_per_epoch": 2, "parameters": 62_006}
     assert read_manifest(tmp_path / "plain")["sizes"] == sizes

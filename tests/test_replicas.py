@@ -80,11 +80,12 @@ def test_every_sorter_in_one_group(tmp_path):
 
 
 def test_herding_bounds_are_those_of_the_run(tmp_path):
-    task = [*TASKS["data split by seed"], "task.herding_every=1"]
+    task = [*TASKS["data split by seed"], "task.herding_every=1", "task.herding_replays=[2]"]
     alone, together = both(tmp_path, [[*task, f"seed={seed}"] for seed in range(2)])
     for one, other in zip(alone, together, strict=True):
         assert_same(one, other)
         assert lines(one)[0]["herding_per_step"] > 0
+        assert lines(one)[1]["herding_replayed"] > 0 and "herding_replayed" not in lines(one)[0]
         assert checkpoint.load(one.directory)["first_parameters"] is None  # the epoch that needed them is over
 
 
@@ -111,7 +112,7 @@ def test_a_group_that_diverges_as_a_whole_says_so_of_every_run(tmp_path):
 @pytest.mark.parametrize("blocks", [1, 7])
 def test_runs_of_a_stopped_group_go_on_alone_and_in_other_groups(blocks, tmp_path, monkeypatch):
     """Stopped in the middle of an epoch; one goes on alone, two in a group with a new run."""
-    task = [*TASKS["several units a step"], "checkpoint.every_steps=3"]
+    task = [*TASKS["several units a step"], "checkpoint.every_steps=3", "task.herding_replays=[1, 2]"]
     settings = [[*task, f"sorter={sorter}", f"seed={seed}"] for sorter, seed in MIXED[:4]]
     whole, runs = made(tmp_path / "whole", settings), made(tmp_path / "pieces", settings)
     session.carry_out(*whole)

@@ -38,6 +38,7 @@ CASES = {
     ],
     "residuals": ["task=mlp_m4", "epochs=2", "task.batch=8", "sparsifier=exdyna", "sparsifier.density=0.05"],
     "herding": ["task=cifar10", "epochs=2", "task.batch=8", "task.limit=80", "task.herding_every=1"],
+    "a replay": ["task=lr_hmda", "task.limit=203", "epochs=3", "task.herding_replays=[1, 3]"],
 }
 
 

@@ -10,7 +10,7 @@ from experiments.tasks import make_task
 from experiments.training.clock import Clock
 from experiments.training.config import compose
 from experiments.training.loop import alone
-from experiments.training.steps import CapturedSteps, Steps
+from experiments.training.steps import CapturedSteps, PartialSums, Steps
 
 TASKS = {
     "lr_hmda": ["task=lr_hmda", "workers=4"],  # several units a step
@@ -34,6 +34,7 @@ def both(overrides, device, block_steps, kept_steps=2):
         observe = (lambda some: pieces.append(some.clone())) if trainer.per_unit else None
         options = {"block_steps": block_steps, "kept_steps": kept_steps, "observe": observe}
         made.append(kind(*parts, **(options if kind is CapturedSteps else {})))
+        made[-1].sums = PartialSums(made[-1].parameters)
     return trainer, *made, pieces
 
 
@@ -59,7 +60,8 @@ def test_captured_steps_equal_plain_ones(task, sorter, device):
                 torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
                 assert one.numel() == 0 or one.abs().max() > 0
             torch.testing.assert_close(captured.parameters, plain.parameters, rtol=1e-9, atol=1e-11)
-    for one, other in zip(plain.optimiser.state, captured.optimiser.state, strict=True):
+    states = ([*steps.optimiser.state, steps.sums.total, steps.sums.largest] for steps in (plain, captured))
+    for one, other in zip(*states, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
 
 

@@ -48,6 +48,7 @@ METRICS = {
     "val_accuracy": "validation accuracy (%)",
     "val_accuracy_mm": "mismatched validation accuracy (%)",
     "test_smape": "test SMAPE",
+    "herding_replayed": "herding bound, replayed as published",
     "herding_per_vector": "herding bound, per vector",
     "herding_per_step": "herding bound, per step (eq. 8)",
     "elapsed": "training time (s)",

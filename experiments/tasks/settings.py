@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cdgrab import checks
 from cdgrab.errors import CdgrabError
@@ -15,6 +15,18 @@ Check = Callable[[str, object], object]  # of a key and its value; raises a Cdgr
 def whole(least: int, most: int = checks.MOST, *, optional: bool = False) -> Check:
     """A whole number; `optional`: or null."""
     return lambda key, value: None if optional and value is None else checks.count(key, value, least, most)
+
+
+def whole_numbers(least: int) -> Check:
+    """A list of whole numbers, which may be empty."""
+
+    def check(key: str, value: object) -> None:
+        if not isinstance(value, ListConfig):
+            raise CdgrabError(f"{key} must be a list of whole numbers, got {value!r}")
+        for one in value:
+            checks.count(key, one, least)
+
+    return check
 
 
 def number(*, optional: bool = False, **limits: float) -> Check:

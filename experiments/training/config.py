@@ -34,6 +34,7 @@ DEPLOYMENT = {
     "compile",
     "threads",
     "size",
+    "checkpoint.every_epochs",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "restarts",

@@ -39,7 +39,8 @@ from experiments.training.parts import (
     warm_up_shards,
     warm_up_sorter,
 )
-from experiments.training.steps import CapturedSteps, Steps
+from experiments.training.replay import Replay
+from experiments.training.steps import CapturedSteps, Steps, stacked, unstacked
 
 
 class Trainer:
@@ -67,6 +68,7 @@ class Trainer:
         units_per_step = self.microbatch * self.group.local_workers * self.replicas
         self.block_steps = steps_per_block(unit_bytes, units_per_step, self.device)
         self.loop = self._steps()
+        self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
         self.epochs_done, self.position = 0, 0  # position: units visited in the current epoch
         self.clock = Clock()
         self._stop: Callable[[], int] = lambda: 0
@@ -117,8 +119,8 @@ class Trainer:
             warm_up_shards(self.loop.parameters)
 
     def _each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The part of every member. A run alone has no dimension of replicas."""
-        return tensor.unbind(0) if self.replicas > 1 else (tensor,)
+        """The part of every member."""
+        return unstacked(tensor, self.replicas)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -128,11 +130,12 @@ class Trainer:
         carries = zip(*(map(self.group.collect, self._each(part)) for part in self.loop.carry), strict=True)
         carries = list(carries) or [()] * self.replicas
         parts = (self._each(self.loop.parameters), self.loop.optimiser.split(self.loop.optimiser.state), carries)
+        parts = (*parts, self.replay.state_dicts())
         common = {"epochs_done": self.epochs_done, "position": self.position, "seconds": self.clock.seconds}
         return [
-            copied({**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry)})
+            copied({**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry), "replay": replay})
             | member.state_dict()  # copied: a view would be saved with the tensors of all members
-            for member, parameters, optimiser, carry in zip(self.members, *parts, strict=True)
+            for member, parameters, optimiser, carry, replay in zip(self.members, *parts, strict=True)
         ]
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:
@@ -156,6 +159,7 @@ class Trainer:
             member.load_state_dict(state)
         here = ([tensor.to(self.device) for tensor in part] for part in (optimiser, carry))
         loop.load(parameters.to(self.device), *here)
+        self.replay.load_state_dicts([state["replay"] for state in states])
         self.epochs_done, self.position = epochs_done, position
         if position:
             self.clock = Clock(states[0]["seconds"])
@@ -189,24 +193,38 @@ class Trainer:
         if not self.position:
             for member, parameters in self.going():
                 member.start_epoch(self.epochs_done, parameters)
+            self.replay.start_epoch(self.epochs_done + 1)
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
         self.train_epoch(stacked(orders), clock, bar)
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
-        lines = {member: self._measured(member, parameters) for member, parameters in self.going()}
+        replayed = self._replayed()
+        lines = {member: self._measured(member, its) | replayed.get(member, {}) for member, its in self.going()}
         clock.lap("evaluation")
         self.epochs_done, self.position = self.epochs_done + 1, 0
         for member, metrics in lines.items():
             if not member.error:
                 member.log.record(_line(self.epochs_done, metrics, clock, self.replicas))
-        self.save()
+        if self.epochs_done % self.config.checkpoint.every_epochs == 0 or self.epochs_done == self.config.epochs:
+            self.save()
 
     def going(self) -> list[tuple[Member, Tensor]]:
         """The members that have not ended, and their parameters."""
         all_members = zip(self.members, self._each(self.loop.parameters), strict=True)
         return [(member, parameters) for member, parameters in all_members if not member.error]
+
+    def _replayed(self) -> dict[Member, dict]:
+        """Figure 9's metric, if it is due: the epoch once more, in the next order."""
+        if not self.replay.is_due:
+            return {}
+        order = stacked([member.next_order(self.epochs_done) for member in self.members])
+        visits = self.owned.gather(-1, order.to(self.device))
+        blocks = _blocks(0, self.units, self.microbatch, self.block_steps, None)
+        bounds = self.replay.bounds([visits[..., start:end].unflatten(-1, (-1, n)) for start, end, n in blocks])
+        found = zip(self.members, bounds, strict=True)
+        return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
 
     def _measured(self, member: Member, parameters: Tensor) -> dict:
         metrics = member.evaluate(parameters)
@@ -293,11 +311,6 @@ class Trainer:
 def alone(run: Run, task: Task, group: WorkerGroup, device: torch.device) -> Trainer:
     """A trainer of one run."""
     return Trainer([Member(run, task, group, device)])
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """[replicas, ...]; the tensor itself if there is only one run."""
-    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _blocks(

@@ -88,10 +88,14 @@ class Member:
         self.current = self.current if self.error else self.sorter.order(epoch)
         return self.current
 
+    def next_order(self, epochs_done: int) -> Tensor:
+        """The order of the epoch after this one; the last one if the run has ended."""
+        return self.current if self.error else self.sorter.order(epochs_done + 1)
+
     def order_ahead(self, epochs_done: int) -> None:
         """Compute the next order now if its herding bound is due, so that it counts as training, not as evaluation."""
-        if self.herding_is_due(epochs_done):
-            self.sorter.order(epochs_done + 1)
+        if self.herding_is_due(epochs_done) or epochs_done + 1 in self.config.task.herding_replays:
+            self.next_order(epochs_done)
 
     def end(self, error: DivergedError) -> None:
         """End this run and log why; the others continue."""
@@ -119,14 +123,14 @@ class Member:
         return bool(every) and (epochs_done + 1) % every == 0
 
     def herding(self, epochs_done: int) -> dict[str, float]:
-        """How well the next order balances the unit gradients at the epoch's initial parameters (paper: Figure 9)."""
+        """How well the next order balances the unit gradients at the epoch's initial parameters (equation 8)."""
         if not self.herding_is_due(epochs_done):
             return {}
         if self._unit_gradients is None:
             how = self.config.task.gradients
             compute = gradient_function(self.task, self.flat, True, how)
             self._unit_gradients = Compiled(compute, self.config.compile == "auto" and how == "vmap")
-        visits = self.owned.gather(1, self.sorter.order(epochs_done + 1).to(self.device))
+        visits = self.owned.gather(1, self.next_order(epochs_done).to(self.device))
         at_once = max(1, JUDGED_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
         first, self.first_parameters = self.first_parameters, None  # not to be saved at the epoch's end
         return replayed_herding(self.task, self._unit_gradients, first, visits, self.group, at_once)

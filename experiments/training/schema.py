@@ -18,7 +18,7 @@ from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import make_sparsifier
 from experiments.tasks import task_class
 from experiments.tasks.base import DTYPES, PARTITIONS
-from experiments.tasks.settings import Check, complaints, flag, number, one_of, text, whole
+from experiments.tasks.settings import Check, complaints, flag, number, one_of, text, whole, whole_numbers
 from experiments.training.gradients import GRADIENTS
 from experiments.training.optimisers import OPTIMISERS, SCHEDULES
 
@@ -38,6 +38,7 @@ SETTINGS: dict[str, Check] = {
     "seed": whole(0, 2**63 - 1),
     "threads": whole(1, 4096),
     "checkpoint.keep": whole(1),
+    "checkpoint.every_epochs": whole(1),
     "checkpoint.every_steps": whole(1, optional=True),
     "restarts": whole(0),
     "nnodes": whole(1),
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Check] = {
     "task.truncate": flag,
     "task.gradients": one_of(*GRADIENTS),
     "task.herding_every": whole(0),
+    "task.herding_replays": whole_numbers(1),
     "task.dtype": one_of(*DTYPES),
 }
 STEP_SCHEDULE: dict[str, Check] = {"task.schedule.every": whole(1), "task.schedule.factor": number(above=0.0)}
@@ -85,6 +87,8 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
             f"task.batch={config.task.batch} cannot be split evenly over workers={config.workers}; "
             f"make the batch a multiple of the workers"
         )
+    if right("task.herding_replays") and config.task.herding_replays and config.sparsifier.name != "dense":
+        yield "task.herding_replays needs sparsifier=dense: a replay would change what a sparsifier has kept"
     yield from _sorter(config)
     if right("workers"):
         yield from _sparsifier(config)

@@ -41,6 +41,7 @@ class Steps:
         self.task, self.gradients, self.optimiser, self.parameters = task, gradients, optimiser, parameters
         self.averager, self.observe_shard = averager, observe_shard
         self.carry = self.first_carry = first_carry
+        self.sums: PartialSums | None = None  # of the mean gradients, if somebody wants them
         self._functions: dict[int, Callable] = {}  # by microbatch: the last step of an epoch may be shorter
 
     def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
@@ -48,8 +49,9 @@ class Steps:
         self.parameters, self.optimiser.state = parameters, optimiser_state
         self.carry = self.first_carry if carry is None else carry
 
-    def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
-        """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch.
+    def run(self, visits: Tensor, clock: Clock, first: bool = False, observed: bool = True) -> tuple[Tensor, Tensor]:
+        """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch;
+        `observed`: sorters see the gradients.
 
         Returns the unit gradients [..., workers, steps × microbatch, dim], empty if no sorter needs them, and the
         losses [..., workers, steps].
@@ -61,20 +63,23 @@ class Steps:
         if (microbatch := visits.shape[-1]) not in self._functions:
             self._functions[microbatch] = self.gradients.for_inputs(self.parameters, *self.carry, *batches[0])
         compute, optimiser, seen = self._functions[microbatch], self.optimiser, []
+        observe_shard = self.observe_shard if observed else None
         losses = self.parameters.new_empty(visits.shape[:-1])  # one tensor: small ones would fragment the memory
         clock.append(("data", perf_counter()))
         for step, batch in enumerate(batches):
             unit_gradients, mean, worker_losses, *self.carry = compute(self.parameters, *self.carry, *batch)
             clock.append(("gradients", perf_counter()))
             if self.averager:
-                mean, shard = self.averager.average(mean, want_shard=bool(self.observe_shard))
+                mean, shard = self.averager.average(mean, want_shard=bool(observe_shard))
                 clock.append(("communication", perf_counter()))
-            if self.observe_shard:
-                self.observe_shard(shard)
+            if observe_shard:
+                observe_shard(shard)
                 clock.append(("ordering", perf_counter()))
+            if self.sums:
+                self.sums.add(mean, microbatch)
             self.parameters, *optimiser.state = optimiser.update(self.parameters, mean, *optimiser.state)
             losses[..., step] = worker_losses
-            if unit_gradients.numel():
+            if unit_gradients.numel() and observed:
                 seen.append(unit_gradients)
             clock.append(("optimiser", perf_counter()))
         return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses
@@ -107,21 +112,22 @@ class CapturedSteps(Steps):
         carry = self.first_carry if carry is None else carry
         _overwrite(self._state(), [parameters, *carry, *optimiser_state])
 
-    def run(self, visits: Tensor, clock: Clock, first: bool = False) -> tuple[Tensor, Tensor]:
+    def run(self, visits: Tensor, clock: Clock, first: bool = False, observed: bool = True) -> tuple[Tensor, Tensor]:
         if first:
             _overwrite(self.carry, self.first_carry)
         microbatch = visits.shape[-1]
         if microbatch not in self._captured:
-            before = [state.clone() for state in self._state()]
+            changed = [*self._state(), *(self.sums.tensors() if self.sums else ())]
+            before = [tensor.clone() for tensor in changed]
             self._captured[microbatch] = _Block(self, visits[..., 0, :])
-            _overwrite(self._state(), before)
+            _overwrite(changed, before)
         block = self._captured[microbatch]
         block.begin(visits.movedim(-2, 0))
         clock.lap("data")
         steps = visits.shape[-2]
         for step in range(1, steps + 1):
             block.replay()
-            if self.observe and (step % self.kept_steps == 0 or step == steps):
+            if self.observe and observed and (step % self.kept_steps == 0 or step == steps):
                 clock.lap("gradients")
                 self.observe(block.unit_gradients(1 + (step - 1) % self.kept_steps))
                 clock.lap("ordering")
@@ -180,6 +186,8 @@ class _Block:
     def _update(self, mean: Tensor) -> None:
         steps = self._steps
         state = steps.optimiser.state
+        if steps.sums:
+            steps.sums.add(mean, self.visits.shape[-1])
         _overwrite([steps.parameters, *state], steps.optimiser.update(steps.parameters, mean, *state))
         self.step.copy_((self.step + 1) % self.steps)
 
@@ -191,6 +199,37 @@ class _Block:
     def unit_gradients(self, steps: int) -> Tensor:
         """The unit gradients of the first steps that are kept, [..., workers, units, dim]."""
         return self.kept[:steps].movedim(0, -3).flatten(-3, -2)
+
+
+class PartialSums:
+    """Of the steps' mean gradients less `centre`, times the units that a worker visits in a step. All in float64 and
+    changed in place. `largest`: the largest absolute entry of any partial sum."""
+
+    def __init__(self, parameters: Tensor) -> None:
+        """parameters [..., dim]"""
+        self.total = torch.zeros_like(parameters, dtype=torch.float64)
+        self.centre, self.largest = torch.zeros_like(self.total), self.total.new_zeros(parameters.shape[:-1])
+
+    def restart(self, total: Tensor | float = 0.0, centre: Tensor | float = 0.0) -> None:
+        for tensor, value in ((self.total, total), (self.centre, centre), (self.largest, 0.0)):
+            tensor.copy_(torch.as_tensor(value))
+
+    def add(self, mean: Tensor, microbatch: int) -> None:
+        self.total.add_(mean - self.centre, alpha=microbatch)
+        torch.maximum(self.largest, self.total.abs().amax(-1), out=self.largest)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.total, self.largest]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[replicas, ...]; the tensor itself if there is only one run."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def unstacked(tensor: Tensor, replicas: int) -> Sequence[Tensor]:
+    """The part of every run. A run alone has no dimension of replicas."""
+    return tensor.unbind(0) if replicas > 1 else (tensor,)
 
 
 def _widest(steps: Tensor) -> torch.dtype:

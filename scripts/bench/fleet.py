@@ -29,7 +29,7 @@ CASES = {
     ],
     "cuda": [
         ("mlp_m4", ["experiment=fig3c_mlp_m4"], 16),
-        ("cifar10", ["experiment=fig4_cifar10_workers", "task.herding_every=0"], 24),
+        ("cifar10", ["experiment=fig4_cifar10_workers", "task.herding_every=0", "task.herding_replays=[]"], 24),
         ("lstm_wiki2", ["experiment=fig3b_lstm_wiki2"], 8),
     ],
 }

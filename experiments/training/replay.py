@@ -1,0 +1,70 @@
+"""Figure 9's herding bound as it was published: along a replay of the epoch, in the next order.
+
+Equation 8 is about fixed vectors. The published code goes back to the parameters and the optimiser's state of the
+epoch's start and visits the units in the next order, with the optimiser's steps on the way. The bound is the largest
+absolute entry of any partial sum of unit gradients less the mean gradient of the epoch that was trained. The published
+code looks at the partial sum after every unit; here it is after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from cdgrab.runtime.state import copied
+from experiments.training.clock import Clock
+from experiments.training.steps import PartialSums, Steps, stacked, unstacked
+
+
+class Replay:
+    """Of an epoch, for all runs that train together. Training continues as if there had been none."""
+
+    def __init__(self, loop: Steps, workers: int, replicas: int, epochs: Sequence[int]) -> None:
+        """epochs: after which the bound is measured; the first is 1."""
+        self._loop, self._workers, self._replicas, self._epochs = loop, workers, replicas, epochs
+        self._start: list[Tensor] = []  # parameters and optimiser state at the epoch's start; empty: no replay is due
+        if epochs:
+            loop.sums = PartialSums(loop.parameters)
+
+    @property
+    def is_due(self) -> bool:
+        """After the current epoch."""
+        return bool(self._start)
+
+    def start_epoch(self, epoch: int) -> None:
+        self._start = []
+        if epoch in self._epochs:
+            self._start = copied([self._loop.parameters, *self._loop.optimiser.state])
+            self._loop.sums.restart()
+
+    def bounds(self, blocks: Sequence[Tensor]) -> list[float]:
+        """The bound of each run. blocks: the visits of the whole next order, as for `Steps.run`."""
+        loop, sums, (parameters, *optimiser) = self._loop, self._loop.sums, self._start
+        before = copied((loop.parameters, loop.optimiser.state, list(loop.carry)))
+        sums.restart(centre=sums.total / sum(visits.shape[-2:].numel() for visits in blocks))
+        loop.load(parameters, optimiser)
+        for number, visits in enumerate(blocks):
+            loop.run(visits, Clock(), first=number == 0, observed=False)
+        loop.load(*before)
+        self._start = []  # not to be saved at the epoch's end
+        return (self._workers * sums.largest).view(-1).tolist()  # over workers we add up, the steps have their means
+
+    def state_dicts(self) -> list[dict | None]:
+        """Of every run, in the middle of an epoch: its start and the sum of its gradients so far."""
+        if not self.is_due:
+            return [None] * self._replicas
+        loop, (parameters, *optimiser) = self._loop, self._start
+        parameters, totals = (unstacked(tensor, self._replicas) for tensor in (parameters, loop.sums.total))
+        states = zip(parameters, loop.optimiser.split(optimiser), totals, strict=True)
+        return [dict(zip(("parameters", "optimiser", "total"), state, strict=True)) for state in states]
+
+    def load_state_dicts(self, states: Sequence[dict | None]) -> None:
+        self._start = []
+        if states[0] is None:
+            return
+        device = self._loop.parameters.device
+        optimiser = self._loop.optimiser.join([state["optimiser"] for state in states])
+        start = [stacked([state["parameters"] for state in states]), *optimiser]
+        self._start = [tensor.to(device) for tensor in start]
+        self._loop.sums.restart(total=stacked([state["total"] for state in states]).to(device))
