@@ -39,9 +39,9 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
     ),
     "fig3c_mlp_m4": (Curves("fig3_published", "fig3c_mlp_m4/*/{axis}", SMAPE),),
     "fig3c_mlp_m4_4workers": (Curves("mlp_m4_{axis}", "*", SMAPE),),
-    "fig4_cifar10_workers": (Curves("lenet_cifar10_workers", "workers={column}/*", ACCURACY, EPOCHS),),
+    "fig4_cifar10_workers": (Curves("published_vector", "4/{column} workers/*", ACCURACY, EPOCHS),),
     "fig9_cifar10_herding": (
-        Curves("lenet_cifar10_herding", "*", {"herding_per_vector": "workers={column}"}, EPOCHS, paired=True),
+        Curves("published_vector", "9/{column} workers/*", {"herding_replayed": "herding_bound"}, EPOCHS, paired=True),
     ),
     "fig12_cifar10_lr": (Curves("lenet_cifar10_lr", "lr={column}/*", ACCURACY, EPOCHS),),
     "fig11_gpt2_wiki103": (Curves("gpt2_wiki103_epoch", "*", LOSS | {"val_ppl_authors": "test_ppl"}, EPOCHS),),
@@ -79,8 +79,8 @@ def _read(file: str) -> DataFrame:
     import pandas as pd
 
     table = pd.read_csv(PAPER / f"{file}.csv").dropna(subset="mean")  # empty: outside the drawn range
-    if "figure" in table:
-        table["panel"] = table["figure"] + "/" + table["metric"] + "/" + table["axis"]
+    if parts := [name for name in ("figure", "panel", "metric", "axis") if name in table][1:]:
+        table["panel"] = table["figure"].astype(str).str.cat(table[parts].fillna(""), sep="/")
     if "min" in table:
         return table.assign(low=table["min"], high=table["max"])
     return table.assign(low=table["mean"] - table["std"], high=table["mean"] + table["std"])
