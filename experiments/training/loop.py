@@ -56,6 +56,8 @@ class Trainer:
         first = self.members[0]
         self.config, self.group, self.device, self.flat = first.config, first.group, first.device, first.flat
         self.replicas, self.sparse_mean = len(members), first.sparse_mean
+        for member in self.members:
+            member.unit_gradients = first.unit_gradients
         self.task, offsets = joined([member.task for member in self.members])
         self.owned = stacked([member.owned + offset for member, offset in zip(self.members, offsets, strict=True)])
         self.units, self.microbatch = first.units, self.task.units_per_step

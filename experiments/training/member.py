@@ -39,7 +39,9 @@ class Member:
         self.current: Tensor | None = None  # its order in this epoch
         self.first_parameters: Tensor | None = None  # at the start of the epoch, if the herding bound is due
         self.error: DivergedError | None = None  # why it ended early
-        self._unit_gradients: Compiled | None = None
+        how = config.task.gradients  # for the herding bound; runs that train together share it, and what it has traced
+        unit_gradients = gradient_function(task, self.flat, True, how)
+        self.unit_gradients = Compiled(unit_gradients, config.compile == "auto" and how == "vmap")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -126,14 +128,10 @@ class Member:
         """How well the next order balances the unit gradients at the epoch's initial parameters (equation 8)."""
         if not self.herding_is_due(epochs_done):
             return {}
-        if self._unit_gradients is None:
-            how = self.config.task.gradients
-            compute = gradient_function(self.task, self.flat, True, how)
-            self._unit_gradients = Compiled(compute, self.config.compile == "auto" and how == "vmap")
         visits = self.owned.gather(1, self.next_order(epochs_done).to(self.device))
         at_once = max(1, JUDGED_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
         first, self.first_parameters = self.first_parameters, None  # not to be saved at the epoch's end
-        return replayed_herding(self.task, self._unit_gradients, first, visits, self.group, at_once)
+        return replayed_herding(self.task, self.unit_gradients, first, visits, self.group, at_once)
 
     def more_metrics(self, epochs_done: int) -> dict:
         """Metrics besides the task's: of its orders and of its sparsifier."""
