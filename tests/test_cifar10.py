@@ -18,7 +18,6 @@ from experiments.data import cifar10
 from experiments.data.sources import sha256
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
-from experiments.tasks.cifar10 import MEAN, STD
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
 from experiments.training.evaluation import replayed_herding
@@ -149,18 +148,20 @@ def pickle_as_published(content):
     return pickle.dumps(content, protocol=3).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
 
 
-def test_a_small_dataset_in_the_published_layout(files):
+@pytest.mark.parametrize(("normalisation", "mean", "std"), [("cifar10", 0.4465, 0.2010), ("imagenet", 0.406, 0.225)])
+def test_a_small_dataset_in_the_published_layout(normalisation, mean, std, files):
     pictures, checksums = cifar10.load(cifar10.locate(root=str(files)))
     assert pictures.images.shape == (110, 3, 32, 32) and pictures.train == 100 and len(checksums) == 6
     first = pickle.loads((files / cifar10.FOLDER / "data_batch_1").read_bytes())
     assert pictures.labels[:20].tolist() == first[b"labels"]
-    run = compose(["task=cifar10", f"data_root={files}", "task.limit=64", "task.dtype=float64"])
+    settings = ["task.limit=64", "task.dtype=float64", f"task.normalisation={normalisation}"]
+    run = compose(["task=cifar10", f"data_root={files}", *settings])
     task = make_task(run.config, run.source, torch.device("cpu"))
     assert task.rows == {"all": 110, "train": 64, "test": 10} and task.source.papers_own
     images, labels = task.fetch("train", torch.tensor([[3, 5]]))
     channel, row, column = 2, 7, 30  # channels, then rows, then columns, as the published files say
     raw = first[b"data"][5, 1024 * channel + 32 * row + column]
-    assert float(images[0, 1, channel, row, column]) == pytest.approx((raw / 255 - MEAN[channel]) / STD[channel])
+    assert float(images[0, 1, channel, row, column]) == pytest.approx((raw / 255 - mean) / std)
     assert labels.tolist() == [[first[b"labels"][3], first[b"labels"][5]]]
 
 
@@ -239,7 +240,7 @@ def test_embedded_default_is_the_digits():
     assert task.source.label == "embedded" and task.rows == {"all": 1797, "train": 1437, "test": 360}
     images, labels = task.fetch("test", torch.arange(task.test_units))
     assert labels.unique().tolist() == list(range(10)) and images.dtype == torch.float32
-    grey = images[0, 0] * STD[0] + MEAN[0]
+    grey = images[0, 0] * 0.2023 + 0.4914
     torch.testing.assert_close(grey * 16, (grey * 16).round(), atol=1e-4, rtol=0)
     assert torch.equal(grey, grey[::4, ::4].repeat_interleave(4, 0).repeat_interleave(4, 1))
     assert not torch.equal(images, other.fetch("test", torch.arange(other.test_units))[0])

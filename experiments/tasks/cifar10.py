@@ -14,7 +14,10 @@ from experiments.tasks.base import DTYPES, Classification, initialised
 from experiments.tasks.cifar10_models import ResNet18, lenet, linear
 from experiments.tasks.settings import limit, one_of, share
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # the published code's, by channel
+NORMALS = {  # means and deviations by channel
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
 MODELS = {"lenet": lenet, "linear": linear, "resnet18": ResNet18}
 
 
@@ -23,6 +26,7 @@ class Cifar10(Classification):
 
     name, dataset, evaluated_at_once = "cifar10", cifar10, 2000
     settings = {"model": one_of(*MODELS), "limit": limit, "test_limit": limit, "train_share": share}
+    settings |= {"normalisation": one_of(*NORMALS)}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
@@ -37,7 +41,8 @@ class Cifar10(Classification):
         }
         self.train_labels = self.data["train"][1]
         self.rows = {"all": len(rows), "train": self.train_units, "test": self.test_units}
-        mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in (MEAN, STD))
+        normals = NORMALS[config.normalisation]
+        mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in normals)
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
         self.model = initialised(MODELS[config.model], seed, config.dtype, device)
 

@@ -46,7 +46,12 @@ DEPLOYMENT = {
 }
 
 # Values from before these settings existed. They are left out, so that runs from then are still the same runs.
-UNSAID = {"sparsifier.name": "dense", "task.model": "lenet", "task.test_chunks": None}
+UNSAID = {
+    "sparsifier.name": "dense",
+    "task.model": "lenet",
+    "task.normalisation": "cifar10",
+    "task.test_chunks": None,
+}
 
 # Which runs make up an experiment, and how they are drawn: irrelevant to a single run.
 PLANS = ("task.presets.", "seeds.", "sweeps.", "columns", "candidates")
