@@ -25,7 +25,7 @@ from cdgrab.balance import kernels, reference
 from experiments.store.files import ROOT
 
 gc.set_threshold(100_000, 20, 20)  # looking for garbage takes a twentieth of the time otherwise
-settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("reproducible")
 torch.set_num_threads(1)
 
@@ -176,6 +176,8 @@ def checkout(tmp_path_factory):
     for name in ("configs", "experiments", "scripts", "notebooks", "results/paper"):
         (folder / name).parent.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)
+    style = folder / "experiments" / "report" / "paper.mplstyle"
+    style.write_text(style.read_text().replace("pdf.fonttype: 42", "pdf.fonttype: 3"))  # half the time of drawing
     return folder
 
 

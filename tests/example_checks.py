@@ -7,18 +7,18 @@ import sys
 from forked import forked, load_kernels
 from torch.multiprocessing import start_processes
 
-from examples import ddp_sparsify, plain, with_accelerate, with_lightning, with_trainer
+from examples import ddp, ddp_sparsify, plain, with_accelerate, with_lightning, with_trainer
 
 
-def trained(recipe, folder):
-    found = recipe.main(*(("exdyna", "0.05", "2") if recipe is ddp_sparsify else ("cd_grab", "2")))
+def trained(recipe, folder, epochs="2"):
+    found = recipe.main(*(("exdyna", "0.05", epochs) if recipe is ddp_sparsify else ("cd_grab", epochs)))
     name = recipe.__name__.rpartition(".")[2]
     with open(f"{folder}/{name}-{os.environ.get('RANK', 'alone')}.json", "w") as file:
         json.dump(found, file)
 
 
 def trained_alone(_, recipe, folder):
-    trained(recipe, folder)
+    trained(recipe, folder, epochs="1")
 
 
 if __name__ == "__main__":
@@ -26,5 +26,5 @@ if __name__ == "__main__":
     load_kernels()
     for recipe in (plain, with_accelerate, with_lightning, with_trainer):
         start_processes(trained_alone, (recipe, sys.argv[1]), 1, start_method="fork")
-    for recipe in (ddp_sparsify, with_accelerate, with_lightning, with_trainer):
+    for recipe in (ddp, ddp_sparsify, with_accelerate, with_lightning, with_trainer):
         forked(2, trained, recipe, sys.argv[1])

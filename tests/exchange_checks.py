@@ -31,9 +31,9 @@ def shapes(processes):
 
 
 def cases(processes, how):
-    """Every kind in every shape, but resumed only those that leave fractions behind; options in some shapes."""
+    """Every kind in every shape, but resumed or collected only those that leave fractions; options in some shapes."""
     for shape in shapes(processes):
-        for kind in ("random", "cancelling") if "resumed" in how else KINDS:
+        for kind in KINDS if how == "divided" else ("random", "cancelling"):
             yield shape, kind, {}
         for options in OPTIONS if shape in SHAPES[:3] else ():
             yield shape, "random", options

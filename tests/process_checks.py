@@ -12,6 +12,7 @@ from forked import forked, load_kernels
 from cdgrab.runtime import group as workers
 from experiments.training.config import compose
 from experiments.training.session import carry_out
+from scripts.bench import traffic
 
 
 def main(folder):
@@ -24,11 +25,15 @@ def main(folder):
 
 def check(folder, runs):
     """The processes stay connected throughout: to connect anew they would meet at addresses that others have left."""
+    usual = workers.WHOLE  # the checks change it
     for run in runs:
         carry_out(run)
     exchange_checks.main(folder / "exchange")
     sparsify_checks.main(folder / "sparsify")
     dropin_checks.main(folder / "dropin")
+    workers.WHOLE = usual
+    if workers.launched_world_size() == 2:
+        traffic.main(str(folder / "traffic"), *process_runs.TRAFFIC)
     workers.disconnect()
 
 

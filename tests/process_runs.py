@@ -25,10 +25,14 @@ CASES = {
 }
 EPOCHS = 3
 PROCESSES = (2, 4)
+ON_FOUR = ("cd_grab", "kh", "sparse", "long_rows", "long_rows_sparse", "long_rows_units")  # one of each kind is enough
+COMPARED = [(name, processes) for processes in PROCESSES for name in (CASES if processes == 2 else ON_FOUR)]
+
+TRAFFIC = ("2/1/40000", "2/4/40000", "4/1/19")  # what the benchmark of that name counts at size smoke
 
 
 def wanted(folder, processes):
-    """Every case; sparse is also started on 4 processes, and finished on 2 and (a copy of it) on 1."""
+    """Every case, some of them on 4 processes; sparse is also started on 4, and finished on 2 and (a copy) on 1."""
 
     def settings(name, directory):
         # some run in eager mode: that, too, changes nothing, and they start much sooner
@@ -36,7 +40,8 @@ def wanted(folder, processes):
         small = ["data=embedded", f"epochs={EPOCHS}", "task.batch=64", "task.limit=460"]
         return [*small, *CASES[name], how, f"run_dir={directory}"]
 
-    runs = [settings(name, folder / f"{name}-{processes}") for name in CASES]
+    cases = ON_FOUR if processes == 4 else CASES
+    runs = [settings(name, folder / f"{name}-{processes}") for name in cases]
     if processes == 4:
         return [*runs, [*settings("sparse", folder / "halfway"), "epochs=2"]]
     if processes == 2:

@@ -23,7 +23,8 @@ VARIANTS = [
     ("exdyna", {"threshold": "proportional", "rule": "relative"}),
     ("exdyna", {"threshold": "paper", "rule": "paper", "blocks": 40}),
 ]
-SHAPES = [(8, 1000, True), (4, 37, False)]  # workers, dim, whether processes divide the coordinates to sum values
+# by number of processes: workers, dim, whether processes divide the coordinates to sum values
+SHAPES = {2: [(8, 1000, True), (4, 37, False)], 4: [(8, 1000, True)]}
 ITERATIONS, REFUSED_AT, RESUMED_AT = 7, 2, 4
 
 
@@ -161,12 +162,11 @@ def trained_alone(count, name, options):
 
 
 def main(target):
-    found = {}
-    for shape in SHAPES:
+    found, processes = {}, workers.launched_world_size()
+    for shape in SHAPES[processes]:
         group = connect(shape[0])
         for variant in VARIANTS:
             found[str((shape, variant))] = trajectory(group, shape, variant)
-    processes = workers.launched_world_size()
     group = WorkerGroup(processes, group.rank, processes)  # a process for every worker
     for variant in VARIANTS:
         found[str(("own", variant))] = trajectory(group, (processes, 1000, True), variant)

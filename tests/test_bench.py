@@ -10,6 +10,7 @@ import types
 import IPython.display as notebook_display
 import pytest
 import torch
+from process_runs import TRAFFIC
 
 from cdgrab.balance import kernels
 from experiments.report import figures_bench, notebook, plots
@@ -30,11 +31,17 @@ KEYS = {  # as the issue names them
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """A folder with smoke results of the benchmarks that are quick."""
+def measured(tmp_path_factory, spawned):
+    """A folder with smoke results of the benchmarks that are quick. The processes of one were started with others."""
     folder = tmp_path_factory.mktemp("bench")
+
+    def counted(module, processes, cases):
+        assert (module, processes, tuple(cases)) == ("scripts.bench.traffic", 2, TRAFFIC)
+        return [json.loads((spawned / "2" / f"traffic{rank}").read_text()) for rank in range(2)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CDGRAB_BENCH", str(folder))
+        patch.setattr(traffic, "under_torchrun", counted)
         task, settings, _ = fleet.CASES["cpu"][0]
         patch.setitem(fleet.CASES, "cpu", [(task, [*settings, "compile=off"], 2)])
         for name in ("balance", "traffic", "fleet"):

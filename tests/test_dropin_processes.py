@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
-from dropin_checks import CASES, RESUMED, sampler_of
+from dropin_checks import CASES, RESUMED, TRAINED, sampler_of
 from process_runs import PROCESSES
 from torch import nn
 
@@ -58,8 +58,7 @@ def in_order(units, orders):
     ]
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NEAR])
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in TRAINED if name not in NEAR])
 def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, processes, name):
     result, case = found[processes][name], CASES[name]
     gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()))
@@ -73,8 +72,7 @@ def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, p
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in TRAINED if name in NEAR])
 def test_other_ways_to_average_train_as_well(found, processes, name):
     """Compressed or sparse, the result is near the exact one; every example is visited in every epoch."""
     result = found[processes][name]
@@ -123,8 +121,7 @@ def test_an_epoch_left_early(found, processes):
     assert [sentence[:19] for sentence in result["told"]] == ["epoch 0 ended with "]
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name, stop_after", RESUMED)
+@pytest.mark.parametrize(("processes", "name", "stop_after"), RESUMED)
 def test_resumes_mid_epoch_bit_by_bit(found, processes, name, stop_after):
     whole, resumed = found[processes][name], found[processes]["resumed", name, stop_after]
     for mine, theirs in zip(whole["visited"], resumed["visited"], strict=True):

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from cdgrab import CdgrabError, OrderedBatchSampler
 from examples import resumable
 from experiments.store.files import ROOT
-from experiments.training.launcher import torchrun
 
 UNTRAINED = 2.3  # log 10
 
@@ -35,17 +34,11 @@ def test_recipe_trains(returned, recipe):
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
-@pytest.mark.parametrize("recipe", ["ddp_sparsify", "with_accelerate", "with_lightning", "with_trainer"])
+@pytest.mark.parametrize("recipe", ["ddp", "ddp_sparsify", "with_accelerate", "with_lightning", "with_trainer"])
 def test_recipe_trains_on_two_processes(returned, recipe):
     one, other = (returned[f"{recipe}-{rank}"] for rank in (0, 1))
     assert one == other  # the mean of both
     assert one > 0.6 if recipe == "ddp_sparsify" else 0 < one < UNTRAINED / 2  # that one returns its accuracy
-
-
-def test_recipe_trains_under_torchrun(capfd):
-    assert torchrun(["-m", "examples.ddp", "cd_grab", "2"], 2) == 0
-    last = capfd.readouterr().out.strip().splitlines()[-1]
-    assert last.startswith("epoch 2") and float(last.split("accuracy ")[1][:5]) > 0.6
 
 
 def test_wrappers_of_accelerate_that_divide_or_skip_batches_are_refused():

@@ -259,7 +259,7 @@ SMALL = {
     **EXPERIMENTS,
     "cifar10": EXPERIMENTS["cifar10"][:2],
 }
-OPTIONS = ["--seeds", "1", "--epochs", "3", "--data", "embedded", "--nproc", "1", "--jobs", "1", "--size", "smoke"]
+OPTIONS = ["--seeds", "1", "--data", "embedded", "--nproc", "1", "--jobs", "1", "--size", "smoke"]
 DRAWN = {
     **dict.fromkeys(("fig3a_lr_hmda", "fig3b_lstm_wiki2", "fig3c_mlp_m4", SWEPT, "fig11_gpt2_wiki103", "table1_glue")),
     "fig9_cifar10_herding": SWEPT,  # a metric of that figure's runs
@@ -294,12 +294,12 @@ sys.exit(reproduce.main(["all", *{OPTIONS}]))
 @pytest.mark.parametrize("experiment", DRAWN)
 def test_reproduce_leaves_metrics_figure_and_table_of_every_task(reproduced, experiment):
     checkout, first, every = reproduced
-    name = f"{experiment}-embedded-smoke,epochs=3"
+    name = f"{experiment}-embedded-smoke"
     for suffix in ("png", "pdf", "md"):
         assert (checkout / "results" / "figures" / f"{name}.{suffix}").stat().st_size > 500
     table = (checkout / "results" / "figures" / f"{name}.md").read_text()
     assert table in (first if experiment == FIGURE else every)
-    assert all(said in table for said in ("EMBEDDED DATA", "size smoke with epochs=3", "CD-GraB", "D-RR", "1 seed"))
+    assert all(said in table for said in ("EMBEDDED DATA", "size smoke", "CD-GraB", "D-RR", "1 seed"))
     executed = nbformat.read(checkout / "results" / "notebooks" / f"{experiment}.ipynb", as_version=4)
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -311,10 +311,10 @@ def test_reproduce_leaves_metrics_figure_and_table_of_every_task(reproduced, exp
     for sorter, run in runs.items():
         lines = read_metrics(run / "metrics.jsonl")
         metrics = [key for key in lines[0] if key.startswith(("train_", "test_", "val_"))]
-        assert len(lines) == 3 and len(metrics) >= 2 and all(math.isfinite(line[m]) for line in lines for m in metrics)
+        assert len(lines) == 2 and len(metrics) >= 2 and all(math.isfinite(line[m]) for line in lines for m in metrics)
         losses[sorter] = [line["train_loss"] for line in lines]
         assert read_manifest(run)["status"] == "finished"
-        # of logistic regression, three epochs at the paper's rate go up and down
+        # of logistic regression, two epochs at the paper's rate go up and down
         assert experiment == FIGURE or losses[sorter][-1] < losses[sorter][0]
     assert losses["cd_grab-s0"][-1] != losses["d_rr-s0"][-1]
 
@@ -340,7 +340,7 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(repr
         "glue, SST-2",
     ]
     row = dict(zip(rows[0], rows[2], strict=True))
-    runs = checkout / "results" / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "embedded-smoke,epochs=3"
+    runs = checkout / "results" / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "embedded-smoke"
     ours, theirs = (read_metrics(runs / f"{s}-s0" / "metrics.jsonl")[-1]["train_loss"] for s in ("cd_grab", "d_rr"))
     assert row["CD-GraB − D-RR"] == f"{ours - theirs:+.3g}" and row["size"] == "smoke"
     assert row["data"].startswith("EMBEDDED: ") and row["paired t-test"] == "one seed"
@@ -379,6 +379,7 @@ BAD_CALLS = [
     ("scripts.reproduce", ["nonsense"], f"unknown task 'nonsense'; the tasks are {', '.join(EXPERIMENTS)}, all"),
     ("scripts.reproduce", ["lr-hmda", "--workers", "5"], "cannot be split evenly over workers=5"),
     ("scripts.reproduce", ["lr-hmda", "--seeds", "0"], "--seeds: must be a whole number of at least 1, got '0'"),
+    ("scripts.reproduce", ["lr-hmda", "--epochs", "0"], "--epochs: must be a whole number of at least 1, got '0'"),
     ("scripts.reproduce", ["glue", "--replicas", "0"], "replicas must be auto or a whole number of at least 1, got 0"),
     ("scripts.get_data", ["nonsense"], "unknown task 'nonsense'"),
     ("scripts.notebook", ["nonsense"], "unknown notebook 'nonsense'; the notebooks are fig11_gpt2_wiki103, "),

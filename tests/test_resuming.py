@@ -30,13 +30,20 @@ from experiments.training.runlog import RunLog
 
 SMALL = ["data=embedded", "size=smoke", "workers=4", "compile=off"]
 CASES = {
-    "cd_grab": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=cd_grab"],
-    "id_grab_bal": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=id_grab_bal"],
-    "kh": ["task=lr_hmda", "task.limit=200", "epochs=3", "sorter=kh"],
+    "cd_grab": ["task=lr_hmda", "task.limit=200", "epochs=2", "sorter=cd_grab"],
+    "id_grab_bal": ["task=lr_hmda", "task.limit=200", "epochs=2", "sorter=id_grab_bal"],
+    "kh": ["task=lr_hmda", "task.limit=200", "epochs=2", "sorter=kh"],
     "a state that is handed on": [
         *("task=lstm_wiki2", "epochs=2", "task.limit=9", "task.chunk_length=8", "task.test_chunks=2"),
     ],
-    "residuals": ["task=mlp_m4", "epochs=2", "task.batch=8", "sparsifier=exdyna", "sparsifier.density=0.05"],
+    "residuals": [
+        "task=mlp_m4",
+        "epochs=2",
+        "task.batch=8",
+        "task.limit=80",
+        "sparsifier=exdyna",
+        "sparsifier.density=0.05",
+    ],
     "herding": ["task=cifar10", "epochs=2", "task.batch=8", "task.limit=80", "task.herding_every=1"],
     "a replay": ["task=lr_hmda", "task.limit=203", "epochs=3", "task.herding_replays=[1, 3]"],
 }
@@ -112,7 +119,7 @@ def test_checkpoints_on_the_way_change_nothing(tmp_path):
 
 # -- real processes ---------------------------------------------------------------------------------------------------
 
-RUN = [*SMALL, "task=lr_hmda", "task.limit=400", "epochs=12", "checkpoint.every_steps=5"]
+RUN = [*SMALL, "task=lr_hmda", "task.limit=400", "epochs=8", "checkpoint.every_steps=5"]
 SHORT = [*RUN, "epochs=4"]  # the rate is constant: these are the first ones of the others
 
 

@@ -23,7 +23,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_updates_and_index_sets_equal_those_of_one_process(found, variant, processes):
-    for shape in SHAPES:
+    for shape in SHAPES[processes]:
         alone = trajectory(WorkerGroup(shape[0]), shape, variant)
         assert_same(found[processes][str((shape, variant))], alone)
     alone = trajectory(WorkerGroup(processes), (processes, 1000, True), variant)

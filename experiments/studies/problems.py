@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -56,6 +57,7 @@ class Problem:
         everything = torch.arange(self.labels.shape[1]).expand(len(weights), 1, -1)
         return sgd_epoch(self, weights.clone(), everything, rate=0.0).mean((1, 2))
 
+    @cached_property
     def minimum(self) -> Tensor:
         """The smallest loss of a convex problem, [replicas], by Newton's method."""
         if self.kind == "tanh_neuron":
@@ -73,6 +75,7 @@ class Problem:
         return (self.features @ weights[..., None]).squeeze(-1)
 
 
+@lru_cache(maxsize=1)  # the sorters come one after the other, on the same problem
 def make_problem(kind: str, seeds: int, examples: int, dim: int, noise: float = 1.0, ridge: float = 0.0) -> Problem:
     """One problem per seed 0, 1, …; a smaller problem consists of the first examples of a larger one."""
     if kind not in KINDS:

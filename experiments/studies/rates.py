@@ -64,7 +64,7 @@ def final_gaps(
     shape = {"workers": 1, "units": workers * units} if alone else {"workers": workers, "units": units}
     chosen = ReplicatedSorter(sorter, replicas=seeds, dim=dim, **shape)
     first_row = units * torch.arange(workers)[:, None]
-    smallest = 0.0 if problem.kind == NON_CONVEX else problem.minimum()
+    smallest = 0.0 if problem.kind == NON_CONVEX else problem.minimum
     weights, gaps = torch.zeros(seeds, dim, dtype=torch.float64), []
     for epoch in range(epochs):
         order = chosen.order(epoch)
