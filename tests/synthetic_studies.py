@@ -15,7 +15,8 @@ TRAINING = {"heterogeneity": heterogeneity, "learning_rate": learning_rate, "sca
 
 @cache
 def settings_of(name, size="paper"):
-    return compose_study([f"study={name}", f"size={size}", "data=embedded"]).settings
+    study = compose_study([f"study={name}", f"size={size}", "data=embedded"])
+    return study.at(study.looks[0]).settings
 
 
 def answers(verdicts):

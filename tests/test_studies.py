@@ -18,8 +18,9 @@ from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS
 from experiments.store.files import ROOT
 from experiments.store.lock import locked
-from experiments.studies import collection
+from experiments.studies import collection, herding
 from experiments.studies.base import Part, Study, carry_out, compose_study
+from experiments.studies.verdicts import judge
 from experiments.study import main
 from experiments.training.composition import choices, compose_config
 
@@ -141,6 +142,26 @@ def test_what_is_complete_is_not_computed_again_and_never_mixed(tmp_path):
         other = Study(OmegaConf.merge(study.settings, change), "smoke", tmp_path)
         with pytest.raises(CdgrabError, match=f"holds results with other {next(iter(change))}; delete"):
             carry_out(other)
+
+
+def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_stands(tmp_path, monkeypatch):
+    first = small(tmp_path)
+    study = Study(OmegaConf.merge(first.settings, {"seeds": [2, 3, 5, 9]}), "smoke", tmp_path)
+
+    def verdicts(table, settings):
+        assert set(table["seed"]) == set(range(settings.seeds))
+        yield judge("at once", [1.0, 1.0], least=0.0)
+        yield judge("later", [1.0, 1.0] if settings.seeds == 5 else [1.0, -1.0], least=0.0)
+        yield judge("not for long", [1.0, 1.0] if settings.seeds == 2 else [-1.0, -1.0], least=0.0)
+
+    monkeypatch.setattr(herding, "verdicts", verdicts)
+    carry_out(study)
+    assert {line["seed"] for line in read_lines(study.metrics_path)} == set(range(5))
+    assert study.complete() and study.seeds == 5 and "5 seeds" in study.caption()
+    found = {verdict.claim: (verdict.answer, verdict.seeds) for verdict in study.verdicts()}
+    assert found == {"at once": ("holds", 2), "later": ("holds", 5), "not for long": ("holds", 2)}
+    with pytest.raises(CdgrabError, match="holds results with other seeds"):
+        carry_out(first)
 
 
 def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):

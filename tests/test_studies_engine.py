@@ -18,7 +18,7 @@ REPLICATED = [name for name in cdgrab.SORTERS if name != "kh"]
 def test_many_seeds_at_once_give_the_orders_of_the_sorters(name, workers, units):
     replicas, epochs, dim = 3, 4, 5
     gradients = torch.randn(epochs, replicas, units, workers, dim, dtype=torch.float64)
-    together = ReplicatedSorter(name, replicas=replicas, workers=workers, units=units, dim=dim)
+    together = ReplicatedSorter(name, seeds=range(replicas), workers=workers, units=units, dim=dim)
     each = [cdgrab.make_sorter(name, workers=workers, units=units, dim=dim, seed=seed) for seed in range(replicas)]
     for epoch in range(epochs):
         order = together.order(epoch)
@@ -30,7 +30,7 @@ def test_many_seeds_at_once_give_the_orders_of_the_sorters(name, workers, units)
 
 def test_sorters_without_a_form_for_many_seeds_are_refused():
     with pytest.raises(CdgrabError, match="no form for many seeds"):
-        ReplicatedSorter("kh", replicas=2, workers=1, units=4, dim=1)
+        ReplicatedSorter("kh", seeds=range(2), workers=1, units=4, dim=1)
 
 
 def loss_of_one(kind, x, y, weights, ridge):
@@ -48,7 +48,7 @@ def loss_of_one(kind, x, y, weights, ridge):
 def test_training_equals_a_plain_loop(kind, sorter):
     """One seed, one worker and one example at a time, gradients by autograd, orders by the library's sorters."""
     workers, units, epochs, rate, seed, ridge, dim = 3, 4, 8, 0.1, 1, 0.02, 5
-    problem = make_problem(kind, seed + 1, workers * units, dim, noise=0.3, ridge=ridge)
+    problem = make_problem(kind, range(seed + 1), workers * units, dim, noise=0.3, ridge=ridge)
     features, labels = problem.features[seed], problem.labels[seed]
     shape = (1, workers * units) if sorter in ("grab", "grab_pair") else (workers, units)
     chosen = cdgrab.make_sorter(sorter, workers=shape[0], units=shape[1], dim=dim, seed=seed)
@@ -72,15 +72,15 @@ def test_training_equals_a_plain_loop(kind, sorter):
         chosen.observe(range(shape[1]), whole)
         slope = torch.func.grad(full_loss)(weights)
         gaps.append(float(slope @ slope if kind == "tanh_neuron" else full_loss(weights) - problem.minimum[seed]))
-    before, last = rates.final_gaps(problem, sorter, workers, units, epochs, rate)
+    before, last = rates.final_gaps(problem, range(seed + 1), sorter, workers, units, epochs, rate)
     assert float(before[seed]) == pytest.approx(np.mean(gaps[4:6]), rel=1e-9)
     assert float(last[seed]) == pytest.approx(np.mean(gaps[6:]), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_problems(kind):
-    problem = make_problem(kind, 2, 40, 3, ridge=0.1)
-    fewer = make_problem(kind, 1, 15, 3, ridge=0.1)
+    problem = make_problem(kind, range(2), 40, 3, ridge=0.1)
+    fewer = make_problem(kind, range(1), 15, 3, ridge=0.1)
     assert torch.equal(problem.features[:1, :15], fewer.features) and torch.equal(problem.labels[:1, :15], fewer.labels)
     weights = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.func.grad(lambda at: problem.loss(at).sum())(weights)
@@ -95,17 +95,17 @@ def test_problems(kind):
 
 
 def test_labels_have_the_stated_noise_and_coins_the_stated_odds():
-    exact, noisy = (make_problem("least_squares", 1, 20_000, 4, noise=noise) for noise in (0, 0.5))
+    exact, noisy = (make_problem("least_squares", range(1), 20_000, 4, noise=noise) for noise in (0, 0.5))
     assert float((noisy.labels - exact.labels).std()) == pytest.approx(0.5, rel=0.03)
-    coins = make_problem("logistic", 1, 20_000, 4)
+    coins = make_problem("logistic", range(1), 20_000, 4)
     odds = torch.sigmoid(exact.labels)  # the same weights and features
     assert float((coins.labels * exact.labels).mean()) == pytest.approx(float((odds * exact.labels).mean()), abs=0.02)
     with pytest.raises(CdgrabError, match="the problems are least_squares, logistic, tanh_neuron"):
-        make_problem("quadratic", 1, 2, 2)
+        make_problem("quadratic", range(1), 2, 2)
 
 
 def test_an_epoch_leaves_weights_where_its_own_gradients_lead():
-    problem = make_problem("logistic", 2, 12, 3)
+    problem = make_problem("logistic", range(2), 12, 3)
     weights = torch.zeros(2, 3, dtype=torch.float64)
     gradients = sgd_epoch(problem, weights, torch.arange(12).view(1, 4, 3).expand(2, 4, 3), rate=0.2)
     torch.testing.assert_close(weights, -0.2 * gradients.mean(2).sum(1))

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import ttest_1samp
 
-from experiments.report.statistics import Estimate, counted, estimate, power_exponents
+from experiments.report.statistics import Estimate, counted, estimate, looking, paired_p, power_exponents
 from experiments.studies.verdicts import judge, judge_every, threshold
 
 
@@ -25,6 +26,28 @@ def test_estimates_by_hand():
     assert str(value) == "2 [−0.484, 4.48]"
     assert estimate([5.0]) == Estimate(5.0, -math.inf, math.inf, 1) and str(estimate([5.0])) == "5, one seed"
     assert estimate([math.nan, 5.0]).seeds == 1 and str(estimate([])) == "–"
+
+
+@pytest.mark.parametrize("looks", [1, 2, 4])
+def test_every_look_has_its_share_of_the_errors(looks):
+    values = [0.5, 2.0, -0.25, 1.0, 3.0]
+    with looking(looks):
+        value, p = estimate(values), paired_p(values)
+    expected = ttest_1samp(values, 0.0)
+    assert (value.low, value.high) == pytest.approx(tuple(expected.confidence_interval(1 - 0.05 / looks)), rel=1e-9)
+    assert p == pytest.approx(looks * expected.pvalue)
+
+
+def test_looking_again_and_again_errs_no_more_often_than_looking_once():
+    values = np.random.default_rng(0).normal(size=(400, 40))
+
+    def wrong(looks):
+        return sum(any(not value.low <= 0 <= value.high for value in map(estimate, some)) for some in looks) / 400
+
+    looks = [[row[:seeds] for seeds in (5, 10, 20, 40)] for row in values]
+    with looking(4):
+        assert 0.005 < wrong(looks) <= 0.05
+    assert wrong(looks) > 0.08  # as if each were the only one
 
 
 def power_law(exponents, x=(4, 8, 16, 32), noise=0.0):
@@ -101,7 +124,16 @@ INSIDE, NEARER, ACROSS, FURTHER, OUTSIDE = (
 )
 def test_a_claim_about_every_cell_is_decided_by_one(cells, answer, deciding):
     verdict = judge_every("x", cells, "at {cell}", most=0.0)
-    assert (verdict.answer, verdict.note, verdict.measured) == (answer, f"at {deciding}", str(cells[deciding]))
+    note = verdict.note.partition(";")[0]
+    assert (verdict.answer, note, verdict.measured) == (answer, f"at {deciding}", str(cells[deciding]))
+
+
+def test_what_a_decision_would_take_is_said():
+    """Twice as far from the limit as it is now: four times the values."""
+    assert judge("x", Estimate(-0.5, -1.5, 0.5, 5), most=0.0).note == "about 20 values would decide"
+    assert judge("x", Estimate(-0.05, -1.05, 0.95, 5), most=0.0).note == "even 1,000 values would not decide"
+    assert judge("x", Estimate(0.95, 0.75, 1.15, 8), least=0.9, most=1.5).note == "about 130 values would decide"
+    assert judge("x", [1.0], most=0.0).note == "" and judge("x", [-1.0, -1.0], most=0.0).note == ""
 
 
 def test_claims_with_two_limits_are_decided_by_whatever_is_further_out():

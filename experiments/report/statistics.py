@@ -6,7 +6,9 @@ Importing scipy.stats takes as long as everything else here together, so it is i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +17,19 @@ import numpy as np
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.text import signed
 
-CONFIDENCE = 0.95
+ERROR = 0.05  # the share of intervals that may miss the truth
+_looks = ContextVar("looks", default=1)
+
+
+@contextmanager
+def looking(times: int) -> Iterator[None]:
+    """Within it, intervals are wider and p values larger, for results that are judged so many times while seeds are
+    added: every look has an equal share of the 5 % (Bonferroni), so that all of them together err no more often."""
+    token = _looks.set(times)
+    try:
+        yield
+    finally:
+        _looks.reset(token)
 
 
 @dataclass(frozen=True)
@@ -40,14 +54,14 @@ class Estimate:
 
 
 def estimate(values: Sequence[float] | Estimate) -> Estimate:
-    """Mean and 95 % interval of independent values, one per seed, by Student's t; NaNs don't count."""
+    """Mean and 95 % interval (see `looking`) of independent values, one per seed, by Student's t; NaNs don't count."""
     if isinstance(values, Estimate):
         return values
     values = np.asarray(values, dtype=float)
     values = values[np.isfinite(values)]
     if len(values) < 2:
         return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf, len(values))
-    half = _t_quantile(len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    half = _t_quantile(len(values) - 1, _looks.get()) * values.std(ddof=1) / math.sqrt(len(values))
     return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
 
 
@@ -64,7 +78,7 @@ def paired_p(differences: Sequence[float]) -> float:
         return 0.0 if differences[0] else 1.0
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(differences, 0.0).pvalue)
+    return min(1.0, _looks.get() * float(ttest_1samp(differences, 0.0).pvalue))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -91,7 +105,7 @@ def power_exponents(table: DataFrame, x: str, y: str) -> Series:
 
 
 @cache
-def _t_quantile(freedom: int) -> float:
+def _t_quantile(freedom: int, looks: int) -> float:
     from scipy.stats import t
 
-    return float(t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return float(t.ppf(1 - ERROR / looks / 2, freedom))

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from multiprocessing import active_children, get_context, parent_process
@@ -36,12 +36,13 @@ from omegaconf import DictConfig, OmegaConf
 from cdgrab.checks import count, one_of
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame
+from experiments.report.statistics import looking
 from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import RESULTS
 from experiments.store.lock import locked
 from experiments.studies.training import TrainingRun, alike, outcomes
-from experiments.studies.verdicts import Verdict
+from experiments.studies.verdicts import UNDECIDED, Verdict
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
@@ -91,6 +92,21 @@ class Study:
         return self.settings.name
 
     @property
+    def looks(self) -> list[int]:
+        """After how many seeds the claims are judged. More are added only while a claim is undecided."""
+        seeds = self.settings.seeds
+        return [seeds] if isinstance(seeds, int) else list(seeds)
+
+    @property
+    def seeds(self) -> int:
+        """How many it has taken, or may take if it is not finished."""
+        return self.manifest().get("seeds", self.looks[-1])
+
+    def at(self, seeds: int) -> Study:
+        """The same study with so many seeds."""
+        return replace(self, settings=OmegaConf.merge(self.settings, {"seeds": seeds}))
+
+    @property
     def metrics_path(self) -> Path:
         return self.directory / records.METRICS
 
@@ -103,23 +119,36 @@ class Study:
         return records.read_all_metrics(self.metrics_path)
 
     def parts(self) -> list[Part]:
-        return list(self._module.parts(self.settings))
+        """With as many seeds as it may take."""
+        return list(self._module.parts(self.at(self.looks[-1]).settings))
 
     def complete(self) -> bool:
         """Whether all parts are there: a study may have got more of them since it was finished."""
-        parts = self.parts()
+        parts = self.at(self.seeds).parts()
         done = {_name(line, parts) for line in self.lines()}
         return all(_name(part.key, parts) in done for part in parts)
 
-    def verdicts(self) -> list[Verdict]:
-        return list(self._module.verdicts(self.table, self.settings))
+    def verdicts(self, seeds: int | None = None) -> list[Verdict]:
+        """With so many seeds, or all that it has taken. A claim is judged at every look; its first decision stands."""
+        found: dict[str, Verdict] = {}
+        with looking(len(self.looks)):
+            for look in (look for look in self.looks if look <= (seeds or self.seeds)):
+                then, earlier = self.at(look), found
+                new = self._module.verdicts(then.table, then.settings)
+                found = {verdict.claim: replace(verdict, seeds=look) for verdict in new}
+                decided = {claim: v for claim, v in earlier.items() if v.answer != UNDECIDED and claim in found}
+                found |= decided
+        return list(found.values())
 
     @cached_property
     def table(self) -> DataFrame:
         """The results of all finished parts, one below the other; the names and values of their keys are columns."""
         import pandas as pd
 
-        return pd.concat(map(pd.DataFrame, self.lines()), ignore_index=True)
+        parts = self.parts()
+        names = {_name(part.key, parts) for part in parts}
+        lines = [line for line in self.lines() if _name(line, parts) in names]
+        return pd.concat(map(pd.DataFrame, lines), ignore_index=True)
 
     def figure_name(self, which: str = "") -> str:
         """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
@@ -132,7 +161,7 @@ class Study:
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         return (
             f"{'EMBEDDED DATA: ' * self.embedded}{data}size {self.directory.name} · "
-            f"{plural(self.settings.seeds, 'seed')} · {seconds:.0f} s · "
+            f"{plural(self.seeds, 'seed')} · {seconds:.0f} s · "
             f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
         )
 
@@ -159,7 +188,8 @@ def compose_study(overrides: list[str]) -> Study:
     plain = _settings(compose_config([*presets, *chosen], "study").study)
     config = compose_config([*presets, *overrides], "study")
     settings = _settings(config.study)
-    count("study.seeds", settings.seeds, 1)
+    for seeds in [settings.seeds] if isinstance(settings.seeds, int) else settings.seeds:
+        count("study.seeds", seeds, 1)
     before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
     changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
     data = {task: _source(task, config.data) for task in settings.get("tasks", ())}
@@ -190,9 +220,9 @@ def _refuse_other_settings(study: Study) -> None:
 
 
 def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
+    """With more and more seeds, until every claim is decided or there are as many as the settings allow."""
     parts, before = study.parts(), study.manifest()
     done = {_name(line, parts): line for line in study.lines()}
-    missing = [part for part in parts if _name(part.key, parts) not in done]
     what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
     manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
     if done:  # perhaps on another machine, by another version
@@ -200,12 +230,16 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
         manifest["earlier"] = [*before.get("earlier", []), made_with]
     records.write_manifest(study.directory / records.MANIFEST, manifest)
     _write_in_order(study, done, parts)
-    together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
-    for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
-        done[_name(part.key, parts)] = part.key | columns
-        records.append(study.directory, part.key | columns)
-    _write_in_order(study, done, parts)
-    records.write_manifest(study.directory / records.MANIFEST, records.finish(manifest))
+    for look in study.looks:
+        missing = [part for part in study.at(look).parts() if _name(part.key, parts) not in done]
+        together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
+        for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
+            done[_name(part.key, parts)] = part.key | columns
+            records.append(study.directory, part.key | columns)
+        _write_in_order(study, done, parts)
+        if look == study.looks[-1] or all(verdict.answer != UNDECIDED for verdict in study.verdicts(look)):
+            break
+    records.write_manifest(study.directory / records.MANIFEST, records.finish(manifest, seeds=look))
 
 
 def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
@@ -265,7 +299,9 @@ def _source(task: str, data: str) -> dict:
 
 
 def _differs(key: str, before: object, now: object) -> bool:
-    """Sorters may be added: every part has one, and the parts of the others stay what they are."""
+    """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are."""
+    if key == "seeds":
+        return max([before] if isinstance(before, int) else before) > max([now] if isinstance(now, int) else now)
     return not set(before) <= set(now) if key == "sorters" else before != now
 
 

@@ -17,10 +17,16 @@ from experiments.training.composition import choices, compose_config
 SIZES = ("paper", "quick", "smoke")  # most informative first
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
 
-Every line is computed from the results under `results/studies`. **holds**: the whole 95 % interval is inside the
+Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the
 threshold; **fails**: all of it is outside; **undecided**: anything else, or the measurement cannot decide (the note
 says why). Intervals are over seeds, those of times over pairs of epochs; what is counted has none. A claim about every
 rate or worker count holds where it holds at each, and fails where it fails at one; the line shows which decides.
+
+A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
+decision stands, and the column `seeds` says how many it took. Who looks often errs more often, so every look has an
+equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four times as
+large. A study that looks once has 95 % intervals.
+
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
 

@@ -76,12 +76,12 @@ class Problem:
 
 
 @lru_cache(maxsize=1)  # the sorters come one after the other, on the same problem
-def make_problem(kind: str, seeds: int, examples: int, dim: int, noise: float = 1.0, ridge: float = 0.0) -> Problem:
-    """One problem per seed 0, 1, …; a smaller problem consists of the first examples of a larger one."""
+def make_problem(kind: str, seeds: range, examples: int, dim: int, noise: float = 1.0, ridge: float = 0.0) -> Problem:
+    """One problem per seed; a smaller problem consists of the first examples of a larger one."""
     if kind not in KINDS:
         raise CdgrabError(f"unknown problem {kind!r}; the problems are {', '.join(KINDS)}")
-    draws = np.stack([streams.stream(seed, "study", 0).normal(size=(examples, dim + 1)) for seed in range(seeds)])
-    truth = np.stack([streams.stream(seed, "study", 1).normal(size=dim) for seed in range(seeds)])
+    draws = np.stack([streams.stream(seed, "study", 0).normal(size=(examples, dim + 1)) for seed in seeds])
+    truth = np.stack([streams.stream(seed, "study", 1).normal(size=dim) for seed in seeds])
     truth /= np.linalg.norm(truth, axis=1, keepdims=True)
     features, chance = draws[..., :dim], draws[..., dim]
     z = np.einsum("rnd,rd->rn", features, truth)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
 GAPS = ("gap", "squared gradient norm")  # of convex problems, of the other
 SWEEPS = ("workers", "units", "epochs")
+AT_ONCE = 5  # seeds
 LONGER = 2  # times the epochs, at the same rate: at the noise floor this changes nothing
 SETTLED = 1.5  # at the noise floor, the gaps of the last two quarters differ by less than this factor
 # Limits of the exponents: the P.L. rates are −1 (random) and −2 (balanced; in epochs both), with room for finite ranges
@@ -47,30 +49,31 @@ AGREES = 0.1  # how much an exponent may differ from the reference
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
-    """One part for every problem, setting and sorter; all seeds at once."""
-    for problem, options in settings.problems.items():
-        yield from (Part(case, partial(_run, settings, case)) for case in _cases(settings, problem, options))
+    """One part for every problem, setting, sorter and some seeds, which are computed at once."""
+    for first, (problem, options) in product(range(0, settings.seeds, AT_ONCE), settings.problems.items()):
+        for case in _cases(settings, problem, options):
+            yield Part(case | {"first_seed": first}, partial(_run, settings, case, first))
 
 
 def final_gaps(
-    problem: Problem, sorter: str, workers: int, units: int, epochs: int, rate: float
+    problem: Problem, seeds: range, sorter: str, workers: int, units: int, epochs: int, rate: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean gaps of the third and of the last quarter of the epochs, [seeds] each, of plain SGD from zero.
 
     A single worker with all units visits as many per step as there are workers otherwise.
     """
-    seeds, _, dim = problem.features.shape
+    replicas, _, dim = problem.features.shape
     alone = sorter in ONE_WORKER
     shape = {"workers": 1, "units": workers * units} if alone else {"workers": workers, "units": units}
-    chosen = ReplicatedSorter(sorter, replicas=seeds, dim=dim, **shape)
+    chosen = ReplicatedSorter(sorter, seeds=seeds, dim=dim, **shape)
     first_row = units * torch.arange(workers)[:, None]
     smallest = 0.0 if problem.kind == NON_CONVEX else problem.minimum
-    weights, gaps = torch.zeros(seeds, dim, dtype=torch.float64), []
+    weights, gaps = torch.zeros(replicas, dim, dtype=torch.float64), []
     for epoch in range(epochs):
         order = chosen.order(epoch)
-        visits = order.view(seeds, units, workers) if alone else (order + first_row).transpose(1, 2)
+        visits = order.view(replicas, units, workers) if alone else (order + first_row).transpose(1, 2)
         gradients = sgd_epoch(problem, weights, visits, rate)
-        chosen.observe(gradients.view(seeds, shape["units"], shape["workers"], dim))
+        chosen.observe(gradients.view(replicas, shape["units"], shape["workers"], dim))
         if 2 * (epoch + 1) > epochs:
             value = problem.gradient(weights).square().sum(1) if problem.kind == NON_CONVEX else problem.loss(weights)
             gaps.append(value - smallest)
@@ -95,12 +98,13 @@ def _cases(settings: DictConfig, problem: str, options: DictConfig) -> list[dict
     return [{"problem": problem, "sweep": name, "sorter": sorter} | usual | change for name, sorter, change in named]
 
 
-def _run(settings: DictConfig, case: dict) -> dict[str, list]:
+def _run(settings: DictConfig, case: dict, first: int) -> dict[str, list]:
+    seeds = range(first, min(first + AT_ONCE, settings.seeds))
     workers, units = case["workers"], case["units"]
     ridge = settings.problems[case["problem"]].ridge
-    problem = make_problem(case["problem"], settings.seeds, workers * units, settings.dim, case["noise"], ridge)
-    before, gaps = final_gaps(problem, case["sorter"], workers, units, case["epochs"], case["rate"] / units)
-    return {"seed": list(range(settings.seeds)), "gap": significant(gaps), "gap_before": significant(before)}
+    problem = make_problem(case["problem"], seeds, workers * units, settings.dim, case["noise"], ridge)
+    before, gaps = final_gaps(problem, seeds, case["sorter"], workers, units, case["epochs"], case["rate"] / units)
+    return {"seed": list(seeds), "gap": significant(gaps), "gap_before": significant(before)}
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ workers in rank order, position by position. Orders equal those of `make_sorter`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,16 @@ from cdgrab.sorters.coordinated import CoordinatedPairBalance
 
 
 class ReplicatedSorter:
-    """Sorter `name` with its default options, once for every seed 0, 1, …"""
+    """Sorter `name` with its default options, once for every seed."""
 
-    def __init__(self, name: str, *, replicas: int, workers: int, units: int, dim: int) -> None:
+    def __init__(self, name: str, *, seeds: Sequence[int], workers: int, units: int, dim: int) -> None:
         self.kind = SORTERS.get(name)
         if self.kind in (None, KernelHalving):
             raise CdgrabError(f"sorter {name!r} has no form for many seeds at once")
         source = "shuffle_once" if self.kind.needs_gradients else name  # all balancing sorters have this first order
-        self._sorters = [make_sorter(source, workers=workers, units=units, dim=dim, seed=r) for r in range(replicas)]
-        self._order = torch.empty(replicas, workers, 0, dtype=torch.long)
-        self._stale_mean = torch.zeros(replicas * workers, dim, dtype=torch.float64)
+        self._sorters = [make_sorter(source, workers=workers, units=units, dim=dim, seed=seed) for seed in seeds]
+        self._order = torch.empty(len(seeds), workers, 0, dtype=torch.long)
+        self._stale_mean = torch.zeros(len(seeds) * workers, dim, dtype=torch.float64)
 
     def order(self, epoch: int) -> Tensor:
         """[replicas, workers, units]; epochs in sequence, after `observe` of the last."""

@@ -13,6 +13,7 @@ from experiments.report.text import signed, table
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 KEPT_ADVANTAGE = 0.8  # the least share of the advantage over the baseline that an approximation should keep
+MANY = 1000  # values: more than anybody will compute
 IN_PER_CENT = "difference in % of D-RR's train loss"
 Measured = Estimate | Sequence[float]  # one value per seed
 
@@ -26,6 +27,7 @@ class Verdict:
     measured: str
     threshold: str
     note: str = ""
+    seeds: int = 0  # that it took
 
 
 def judge(words: str, measured: Measured, note: str = "", unless: str = "", **limits: float) -> Verdict:
@@ -36,7 +38,8 @@ def judge(words: str, measured: Measured, note: str = "", unless: str = "", **li
     """
     measured = estimate(measured)
     answer = UNDECIDED if unless else _answer(measured, **limits)
-    return Verdict(words, answer, str(measured), threshold(**limits), "; ".join(filter(None, (unless, note))))
+    missing = _missing(measured, **limits) if answer == UNDECIDED and not unless else ""
+    return Verdict(words, answer, str(measured), threshold(**limits), "; ".join(filter(None, (unless, note, missing))))
 
 
 def judge_every(words: str, cells: Mapping[object, Measured], note: str, without: str = "", **limits: float) -> Verdict:
@@ -69,8 +72,8 @@ def threshold(least: float = -math.inf, most: float = math.inf) -> str:
 @table
 def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
     for verdict in verdicts:
-        row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [95 % interval]": verdict.measured}
-        yield row | {"threshold": verdict.threshold, "note": verdict.note}
+        row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [interval]": verdict.measured}
+        yield row | {"threshold": verdict.threshold, "seeds": str(verdict.seeds), "note": verdict.note}
 
 
 def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
@@ -84,6 +87,19 @@ def _answer(measured: Estimate, **limits: float) -> str:
     if _excess(measured.low, measured.high, **limits) <= 0:
         return HOLDS
     return FAILS if _excess(measured.high, measured.low, **limits) > 0 else UNDECIDED
+
+
+def _missing(measured: Estimate, least: float = -math.inf, most: float = math.inf) -> str:
+    """How many values would decide if mean and spread stayed what they are: intervals shrink with their root."""
+    half, distance = (measured.high - measured.low) / 2, min(abs(measured.mean - limit) for limit in (least, most))
+    if not (math.isfinite(half) and distance):
+        return ""
+    needed = measured.seeds * (half / distance) ** 2
+    return (
+        f"about {float(f'{needed:.2g}'):.0f} values would decide"
+        if needed < MANY
+        else f"even {MANY:,} values would not decide"
+    )
 
 
 # -- sorters compared seed by seed: the same data, split and partition, only the order differs -------------------------
