@@ -1,6 +1,7 @@
 """CIFAR-10: the model and its per-example gradients, the files and the embedded digits, the herding metric, a run."""
 
 import hashlib
+import math
 import os
 import pickle
 import tarfile
@@ -20,8 +21,8 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
-from experiments.training.evaluation import replayed_herding
-from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.evaluation import evaluate, evaluate_together, replayed_herding
+from experiments.training.gradients import FlatParameters, gradient_function, summed, together
 
 WORKERS, UNITS = 2, 3
 
@@ -95,6 +96,36 @@ def test_gradients_equal_a_one_by_one_loop_over_an_ordinary_network(problem, one
     torch.testing.assert_close(worker_losses, losses.mean(1), rtol=0, atol=1e-10)
     if per_unit:
         torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("lookers", [0, 1])
+def test_runs_whose_sorters_do_not_look_get_the_same_mean_gradients(problem, lookers, monkeypatch):
+    """In a group with one that looks, or without."""
+    task, flat, parameters, batch = problem
+    owned, batch = torch.empty(3, WORKERS, 1), [tensor[:, :1].expand(3, *tensor[:, :1].shape) for tensor in batch]
+    parameters = parameters * torch.tensor([[1.0], [0.9], [1.1]], dtype=torch.float64)
+    each = summed(gradient_function(task, flat, bool(lookers)), WORKERS)
+    found = []
+    for many in (0, math.inf):
+        monkeypatch.setattr("experiments.training.gradients.MANY", many)
+        found.append(together(task, flat, each, "vmap", owned, lookers)(parameters, *batch))
+    (units, means, losses), (expected_units, expected_means, expected_losses) = found
+    assert units.numel() == expected_units.numel() == lookers * WORKERS * flat.dim
+    assert torch.equal(units.flatten(), expected_units.flatten())
+    torch.testing.assert_close(means, expected_means, rtol=0, atol=1e-12)
+    torch.testing.assert_close(losses.mean(1), expected_losses.mean(1), rtol=1e-12, atol=0)
+
+
+def test_several_runs_evaluated_at_once_have_the_metrics_of_each():
+    task = embedded_task("task.dtype=float64", "task.limit=41", "task.test_limit=30", "workers=2", "task.batch=2")
+    task.evaluated_at_once = 16
+    flat, group = FlatParameters(task.model), WorkerGroup(2)
+    parameters = torch.randn(2, flat.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 8
+    owned = torch.stack([torch.randperm(40).view(2, 20), torch.arange(1, 41).view(2, 20)])
+    found = evaluate_together(task, flat.unflatten(parameters), owned)
+    for own, its, metrics in zip(parameters, owned, found, strict=True):
+        assert metrics == pytest.approx(evaluate(task, flat.unflatten(own), its, group), rel=1e-12)
+    assert found[0]["train_loss"] != found[1]["train_loss"]
 
 
 def test_the_model_is_lenet(problem):

@@ -22,6 +22,7 @@ from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
 from experiments.training.grouping import first_members, groups
 from experiments.training.loop import Trainer
+from experiments.training.member import evaluated
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
@@ -77,8 +78,8 @@ def _trained(runs: Sequence[TrainingRun]) -> list[list[dict]]:
         device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
         members = first_members(composed, group, device)
         trainer = Trainer(members)
-        for member, parameters in trainer.going():
-            member.log = _Epochs(member.evaluate(parameters))
+        for member, metrics in evaluated(trainer.going()):
+            member.log = _Epochs(metrics)
         with contextlib.suppress(DivergedError):
             trainer.fit(save=False)
         results += [member.log.epochs for member in members]

@@ -36,12 +36,13 @@ class Task:
     dataset: ModuleType  # with `locate(data, root)` and `load(source)`, as in `experiments.data`
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
+    evaluated_together = False  # whether a GPU evaluates several runs at once, by vmap: for small models
 
     data: dict[str, tuple[Tensor, ...]]  # by split (train, test): the tensors [units, ...] that `fetch` reads
     model: nn.Module
-    # Like `loss`, for n workers with their own parameters: the first dimension of everything is n. For tasks that are
-    # trained by backward passes: on a GPU, all workers of several runs then need only one pass.
-    losses: Callable[..., tuple[Tensor, tuple]] | None = None
+    # (parameters [runs, ...], carry, *batch [runs, workers, ...], into): `loss` of all workers of several runs at once;
+    # writes the gradients into tensors [runs, workers, ...]. For tasks on which backward passes are too slow.
+    write_gradients: Callable[..., tuple[Tensor, tuple]] | None = None
     train_labels: Tensor | None = None  # classes of the training units, if they have any
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:

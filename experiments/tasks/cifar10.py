@@ -44,6 +44,7 @@ class Cifar10(Classification):
         normals = NORMALS[config.normalisation]
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in normals)
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
+        self.evaluated_together = config.model != "resnet18"  # which keeps a GPU busy on its own
         self.model = initialised(MODELS[config.model], seed, config.dtype, device)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cdgrab.errors import CdgrabError
 from experiments.data import wikitext
 from experiments.data.sources import Source
+from experiments.tasks import lstm_batched
 from experiments.tasks.base import DTYPES, Task, initialised, perplexity
 from experiments.tasks.settings import flag, limit, whole
 
@@ -30,49 +31,6 @@ class TiedLstm(nn.Module):
     def forward(self, words: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         outputs, carry = self.lstm(self.embedding(words), carry)
         return F.linear(outputs, self.embedding.weight), carry
-
-
-class TiedOutput(torch.autograd.Function):
-    """Outputs [n, words, hidden], embeddings [n, vocabulary, hidden], targets [n, words] -> mean losses [n].
-
-    The output layer and its cross-entropy in one function. Most of what a step writes are scores for the whole
-    vocabulary; here they are written three times instead of five.
-    """
-
-    @staticmethod
-    def forward(context, outputs: Tensor, embeddings: Tensor, targets: Tensor) -> Tensor:
-        scores = torch.log_softmax(outputs @ embeddings.mT, dim=-1)
-        context.save_for_backward(outputs, embeddings, targets, scores)
-        return -scores.gather(-1, targets[..., None]).squeeze(-1).mean(-1)
-
-    @staticmethod
-    def backward(context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        outputs, embeddings, targets, scores = context.saved_tensors
-        differences = scores.exp_()  # in place: the scores are not needed any more
-        differences.scatter_add_(-1, targets[..., None], -torch.ones_like(targets[..., None], dtype=scores.dtype))
-        scale = (gradient / targets.shape[-1])[:, None, None]
-        return (differences @ embeddings) * scale, (differences.mT @ outputs) * scale, None
-
-
-def lstm_layer(inputs: Tensor, hidden: Tensor, cell: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """One layer of n LSTMs: inputs [n, time, columns, hidden], states [n, columns, hidden]; weights as in nn.LSTM, with
-    a first dimension n. Returns the outputs and the last states."""
-    from_inputs, from_hidden, *biases = weights
-    gates = inputs.flatten(1, 2) @ from_inputs.mT + sum(biases)[:, None]
-    gates, outputs = gates.unflatten(1, inputs.shape[1:3]), []
-    for now in gates.unbind(1):
-        again = hidden @ from_hidden.mT
-        if now.is_cuda:  # one kernel
-            hidden, cell, _ = torch.ops.aten._thnn_fused_lstm_cell(
-                now.flatten(0, 1), again.flatten(0, 1), cell.flatten(0, 1)
-            )
-            hidden, cell = hidden.view_as(again[..., : hidden.shape[-1]]), cell.view_as(again[..., : hidden.shape[-1]])
-        else:
-            enter, forget, new, leave = (now + again).chunk(4, dim=-1)
-            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
-            hidden = leave.sigmoid() * cell.tanh()
-        outputs.append(hidden)
-    return torch.stack(outputs, dim=1), hidden, cell
 
 
 def _contiguous(key: str, value: object) -> None:
@@ -149,22 +107,10 @@ class LstmWiki2(Task):
         losses, carry = self._losses(parameters, carry, *batch)
         return losses.mean(), carry
 
-    def losses(self, parameters: dict[str, Tensor], carry: tuple, inputs: Tensor, targets: Tensor) -> tuple:
-        """Mean losses [n] of n chunks with parameters of their own, and their carries."""
+    def write_gradients(self, parameters: dict[str, Tensor], carry: tuple, *batch_and_target: object) -> tuple:
         if self.config.reset_hidden:
             carry = tuple(torch.zeros_like(state) for state in carry)
-        embeddings, (hidden, cell) = parameters["embedding.weight"], (state.unbind(1) for state in carry)
-        count, words = embeddings.shape[:2]
-        own = torch.arange(count, device=inputs.device)[:, None, None] * words
-        outputs, states = F.embedding(inputs + own, embeddings.flatten(0, 1)), []
-        for layer in range(self.config.layers):
-            weights = tuple(
-                parameters[f"lstm.{kind}_l{layer}"] for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-            )
-            outputs, *last = lstm_layer(outputs, hidden[layer], cell[layer], weights)
-            states.append(last)
-        losses = TiedOutput.apply(outputs.flatten(1, 2), embeddings, targets.flatten(1))
-        return losses, tuple(torch.stack(state, dim=1) for state in zip(*states, strict=True))
+        return lstm_batched.write_gradients(parameters, carry, *batch_and_target)
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if split == "train":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.tasks.base import Task
@@ -30,6 +32,19 @@ def evaluate(task: Task, parameters: dict[str, Tensor], owned: Tensor, group: Wo
         return dict(zip(names, group.gather(local).sum(0).tolist(), strict=True))
 
     return task.metrics(totals("train"), totals("test"))
+
+
+def evaluate_together(task: Task, parameters: dict[str, Tensor], owned: Tensor) -> list[dict[str, float]]:
+    """The same, all units of all workers at once, for runs that share their data: parameters [runs, ...], owned [runs,
+    workers, units]."""
+
+    def totals(split: str, units: Tensor, own: int | None) -> list[dict[str, float]]:
+        sums = vmap(partial(task.totals, split), in_dims=(0, own))(parameters, units)
+        rows = torch.stack([tensor.to(owned.device) for tensor in sums.values()], dim=1).tolist()
+        return [dict(zip(sums, row, strict=True)) for row in rows]
+
+    train, test = totals("train", owned.flatten(1), 0), totals("test", torch.arange(task.test_units).to(owned), None)
+    return list(map(task.metrics, train, test))
 
 
 def replayed_herding(

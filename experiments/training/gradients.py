@@ -33,6 +33,7 @@ class FlatParameters:
 
 
 GRADIENTS = ("vmap", "backward")
+MANY = 2**20  # numbers in the gradients of all workers: worth two functions, if some runs need only their mean
 GradientFunction = Callable[..., tuple[Tensor, ...]]
 
 
@@ -95,38 +96,71 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
     return compute
 
 
+def together(
+    task: Task, flat: FlatParameters, compute: GradientFunction, how: str, owned: Tensor, lookers: int
+) -> GradientFunction:
+    """`compute`, which returns means over the workers, for several runs at once: inputs and outputs [replicas, ...];
+    unit gradients only of the first `lookers` runs. owned [replicas, workers, ...]."""
+    replicas, workers = owned.shape[:2]
+    if how == "backward" and task.write_gradients and owned.is_cuda:
+        return at_once(task, flat, lookers)
+    function = over_replicas(compute, lookers, how)
+    if how == "backward" or task.first_carry(1) or lookers == replicas or workers * flat.dim < MANY:
+        return function
+    others = vmap(pooled(task, flat))
+    return mixed(function, others, lookers) if lookers else others
+
+
 def over_replicas(compute: GradientFunction, lookers: int, how: str) -> GradientFunction:
-    """`compute` for several runs at once: inputs and outputs [replicas, ...]; unit gradients only of the first
-    `lookers` runs. Together, runs may round differently than alone, since products are batched."""
+    """The same function for all. Together, runs may round differently than alone, since products are batched."""
 
     def one_by_one(*inputs: Tensor) -> tuple[Tensor, ...]:
         rows = side_by_side([partial(compute, *its) for its in zip(*inputs, strict=True)], inputs[0].device)
         return tuple(map(torch.stack, zip(*rows, strict=True)))
 
-    together = vmap(compute) if how == "vmap" else one_by_one
+    on_all = vmap(compute) if how == "vmap" else one_by_one
 
     def function(*inputs: Tensor) -> tuple[Tensor, ...]:
-        unit_gradients, *rest = together(*inputs)
+        unit_gradients, *rest = on_all(*inputs)
         return unit_gradients[:lookers], *rest
 
     return function
 
 
+def pooled(task: Task, flat: FlatParameters) -> GradientFunction:
+    """The mean over all workers as one gradient, for a task without a carry: much less to write, if nobody looks at the
+    gradients of single workers. Instead of each worker's loss, returns their mean."""
+
+    def compute(parameters: Tensor, *batch: Tensor) -> tuple[Tensor, ...]:
+        everybodys = (tensor.flatten(0, 1) for tensor in batch)
+        gradient, (loss, _) = grad_and_value(task.loss, has_aux=True)(flat.unflatten(parameters), (), *everybodys)
+        return parameters.new_empty(0), flat.flatten(gradient), loss.expand(len(batch[0]))
+
+    return compute
+
+
+def mixed(looked_at: GradientFunction, others: GradientFunction, lookers: int) -> GradientFunction:
+    """The first function for the first `lookers` runs, the second for the others."""
+
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        unit_gradients, *first = looked_at(*(tensor[:lookers] for tensor in inputs))
+        _, *rest = others(*(tensor[lookers:] for tensor in inputs))
+        return unit_gradients, *map(torch.cat, zip(first, rest, strict=True))
+
+    return function
+
+
 def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
-    """The same for a task that has `losses` and visits one unit per step: one backward pass for all workers of all
-    runs. Returns means over the workers instead of each worker's."""
+    """For a task that has `write_gradients` and visits one unit per step."""
     carried = len(task.first_carry(1))
 
     def function(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        replicas, workers = inputs[-1].shape[:2]
-        rows = [tensor.flatten(0, 1) for tensor in inputs]
-        batch = [tensor[:, 0] for tensor in rows[carried:]]  # the only unit
-        with torch.enable_grad():
-            leaf = parameters.repeat_interleave(workers, dim=0).requires_grad_()
-            losses, carry = task.losses(flat.unflatten(leaf), tuple(rows[:carried]), *batch)
-            gradients = torch.autograd.grad(losses.sum(), leaf)[0].view(replicas, workers, -1)
-        outputs = [tensor.detach().unflatten(0, (replicas, workers)) for tensor in (losses, *carry)]
-        return gradients[:lookers, :, None], tree_sum(gradients.transpose(0, 1)) / workers, *outputs
+        batch = [tensor[:, :, 0] for tensor in inputs[carried:]]  # the only unit
+        replicas, workers = batch[0].shape[:2]
+        gradients = parameters.new_empty(replicas, workers, flat.dim)
+        into = flat.unflatten(gradients)
+        losses, carry = task.write_gradients(flat.unflatten(parameters), inputs[:carried], *batch, into)
+        return gradients[:lookers, :, None], tree_sum(gradients.transpose(0, 1)) / workers, losses, *carry
 
     return function
 

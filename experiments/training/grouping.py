@@ -15,6 +15,7 @@ from experiments.training.config import Run
 from experiments.training.member import Member
 from experiments.training.memory import free_memory
 from experiments.training.optimisers import SETTINGS
+from experiments.training.parts import BLOCK_BYTES
 
 MAY_DIFFER = ("seed", "sorter.", *(f"task.{name}" for name in SETTINGS))
 MUST_AGREE = ("device", "compile", "threads", "timeout", "data", "data_root", "resume", "checkpoint", "replicas")
@@ -73,4 +74,5 @@ def _fit_in_memory(member: Member) -> int:
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
     vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
+    own += BLOCK_BYTES["cuda"] * (member.device.type == "cuda")
     return max(1, free_memory(member.device) // (2 * own))

@@ -29,11 +29,12 @@ from experiments.training import snapshot
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.gradients import at_once, gradient_function, over_replicas, summed
-from experiments.training.member import Member
+from experiments.training.gradients import gradient_function, summed, together
+from experiments.training.member import Member, evaluated
 from experiments.training.optimisers import Optimiser
 from experiments.training.parts import (
     MOST_STEPS_PER_BLOCK,
+    products,
     progress_bar,
     steps_per_block,
     warm_up_shards,
@@ -67,8 +68,8 @@ class Trainer:
         self.gradients = self._gradients()
         unit_bytes = sum(tensor.nbytes for tensor in self.task.fetch("train", first.owned[:1, :1]))
         unit_bytes += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
-        units_per_step = self.microbatch * self.group.local_workers * self.replicas
-        self.block_steps = steps_per_block(unit_bytes, units_per_step, self.device)
+        units_per_step = self.microbatch * self.group.local_workers
+        self.block_steps = steps_per_block(unit_bytes, units_per_step, self.replicas, self.device)
         self.loop = self._steps()
         self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
         self.epochs_done, self.position = 0, 0  # position: units visited in the current epoch
@@ -86,8 +87,7 @@ class Trainer:
             function = summed(function, self.config.workers if self.group.world_size == 1 else None)
         if self.replicas > 1:
             lookers = sum(member.sorter.needs_gradients for member in self.members)
-            in_one_pass = how == "backward" and self.task.losses and self.device.type == "cuda"
-            function = at_once(self.task, self.flat, lookers) if in_one_pass else over_replicas(function, lookers, how)
+            function = together(self.task, self.flat, function, how, self.owned, lookers)
         return Compiled(function, self.config.compile == "auto" and how == "vmap")
 
     def _steps(self) -> Steps:
@@ -186,7 +186,8 @@ class Trainer:
         """
         self._stop, self._saves = stop, save
         steps_done = self.epochs_done * self.steps + self.position // self.microbatch
-        with progress_bar(title, self.config.epochs * self.steps, steps_done) as bar, torch.no_grad():
+        bar = progress_bar(title, self.config.epochs * self.steps, steps_done)
+        with bar, torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
             while self.epochs_done < self.config.epochs:
                 self._epoch(bar)
 
@@ -202,8 +203,8 @@ class Trainer:
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
-        replayed = self._replayed()
-        lines = {member: self._measured(member, its) | replayed.get(member, {}) for member, its in self.going()}
+        replayed, found = self._replayed(), evaluated(self.going())
+        lines = {member: self._checked(member, its) | replayed.get(member, {}) for member, its in found}
         clock.lap("evaluation")
         self.epochs_done, self.position = self.epochs_done + 1, 0
         for member, metrics in lines.items():
@@ -228,8 +229,7 @@ class Trainer:
         found = zip(self.members, bounds, strict=True)
         return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
 
-    def _measured(self, member: Member, parameters: Tensor) -> dict:
-        metrics = member.evaluate(parameters)
+    def _checked(self, member: Member, metrics: dict) -> dict:
         if not all(map(math.isfinite, metrics.values())):
             self._end(member, member.diverged(self.epochs_done, "at its end"))
             return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from cdgrab.sorters import make_sorter
 from experiments.tasks.base import Task
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.evaluation import evaluate, replayed_herding
+from experiments.training.evaluation import evaluate, evaluate_together, replayed_herding
 from experiments.training.gradients import FlatParameters, gradient_function
 from experiments.training.parts import JUDGED_BYTES, make_sparse_mean
 from experiments.training.runlog import RunLog
@@ -138,3 +139,14 @@ class Member:
         everybodys = self.group.gather(self.current).numpy().astype("<i8").tobytes()
         metrics = self.herding(epochs_done) | {"order_hash": hashlib.sha256(everybodys).hexdigest()}
         return metrics | ({"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {})
+
+
+def evaluated(members: Sequence[tuple[Member, Tensor]]) -> list[tuple[Member, dict[str, float]]]:
+    """Members and their metrics, from members and their parameters; on a GPU all at once if they share their data."""
+    (first, *others), vectors = zip(*members, strict=True)
+    together = others and first.device.type == "cuda" and first.task.evaluated_together
+    if not together or any(member.task.data is not first.task.data for member in others):
+        return [(member, member.evaluate(parameters)) for member, parameters in members]
+    owned = torch.stack([member.owned for member, _ in members])
+    found = evaluate_together(first.task, first.flat.unflatten(torch.stack(vectors)), owned)
+    return list(zip((first, *others), found, strict=True))

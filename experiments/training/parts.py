@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from omegaconf import DictConfig
@@ -15,7 +17,7 @@ from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
 from experiments.training.gradients import FlatParameters
 
-BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once
+BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once; on a GPU by each run
 JUDGED_BYTES = {"cpu": 32 * 2**20, "cuda": 2**31}  # of unit gradients in float64, for the herding bound
 MOST_STEPS_PER_BLOCK = 256
 
@@ -30,10 +32,25 @@ def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGrou
     return SparseAverager(make_sparsifier(workers=config.workers, dim=flat.dim, group=group, **options))
 
 
-def steps_per_block(unit_bytes: int, units_per_step: int, device: torch.device) -> int:
-    """How many steps run as one block; unit_bytes: the memory of a unit's data and, if it is kept, its gradient."""
-    steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[device.type] // (unit_bytes * units_per_step)))
+def steps_per_block(unit_bytes: int, units_per_step: int, replicas: int, device: torch.device) -> int:
+    """How many steps run as one block; unit_bytes: the memory of a unit's data and, if it is kept, its gradient. A GPU
+    has room for a full block of every run."""
+    step_bytes = unit_bytes * units_per_step * (replicas if device.type == "cpu" else 1)
+    steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[device.type] // step_bytes))
     return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
+
+
+@contextmanager
+def products(replicas: int, device: torch.device, gradients: str) -> Iterator[None]:
+    """Within it, runs that train together do without the Arm Compute Library, whose products of small float32 matrices
+    take up to twenty times as long as others. Runs alone keep it, and with it every bit of their results."""
+    slow = device.type == "cpu" and replicas > 1 and gradients == "vmap" and torch.backends.mkldnn.is_acl_available()
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = before and not slow
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def warm_up_sorter(options: DictConfig, unit_gradients: Tensor) -> None:

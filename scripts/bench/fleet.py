@@ -17,7 +17,9 @@ from experiments.training.clock import Clock
 from experiments.training.config import compose
 from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer, stacked
+from experiments.training.member import evaluated
 from experiments.training.memory import keep_freed_memory
+from experiments.training.parts import products
 from scripts.bench.measure import alternately, summary
 
 SORTERS = ("cd_grab", "d_rr")
@@ -49,10 +51,9 @@ class Epochs:
         trainer = self.trainer
         orders = [member.sorter.order(self.epoch) for member in trainer.members]
         trainer.position, self.epoch = 0, self.epoch + 1
-        with torch.no_grad():
+        with torch.no_grad(), products(trainer.replicas, trainer.device, trainer.config.task.gradients):
             trainer.train_epoch(stacked(orders), Clock(), tqdm(disable=True))
-            for member, parameters in trainer.going():
-                member.evaluate(parameters)
+            evaluated(trainer.going())
 
 
 describe = "{task}: {replicas} runs together {speedup} times as fast as alone".format_map

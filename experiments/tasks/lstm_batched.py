@@ -1,0 +1,91 @@
+"""Gradients of the LSTMs of several runs at once, by hand: what a GPU does for a group of runs.
+
+The workers of a run share its parameters [runs, ...], and each has a gradient of its own [runs, workers, ...]. Written
+out, a group needs few and large products: those of weight gradients over all time steps at once, those of the forward
+pass over all workers of a run. The scores for the whole vocabulary, most of what a step writes, are held once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from experiments.tasks import lstm_loops
+
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of nn.LSTM
+
+
+@cache
+def loops(on_gpu: bool) -> ModuleType:
+    """`lstm_loops`, or its kernels."""
+    if not (on_gpu and find_spec("triton")):
+        return lstm_loops
+    from experiments.tasks import lstm_kernels
+
+    return lstm_kernels
+
+
+def write_gradients(
+    parameters: dict[str, Tensor],
+    carry: tuple[Tensor, Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    into: dict[str, Tensor],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The gradients of all workers, written `into` tensors [runs, workers, ...]; their mean losses and their carries.
+
+    inputs, targets [runs, workers, time, columns]; carry [runs, workers, layers, columns, hidden].
+    """
+    embeddings, workers = parameters["embedding.weight"], inputs.shape[1]
+    words, goals = (chunks.movedim(2, 0).flatten(2) for chunks in (inputs, targets))  # [time, runs, rows]
+    runs = torch.arange(len(embeddings), device=inputs.device)[:, None]
+    sequence, layers = embeddings[runs, words], []
+    for number, states in enumerate(zip(*(state.movedim(2, 0).flatten(2, 3) for state in carry), strict=True)):
+        names = [f"lstm.{kind}_l{number}" for kind in WEIGHTS]
+        from_inputs, from_hidden, *biases = (parameters[name] for name in names)
+        gates = sequence @ from_inputs.mT + sum(biases)[:, None]
+        layers.append((names, sequence, *loops(gates.is_cuda).recur(gates, *states, from_hidden)))
+        sequence = layers[-1][2][1:]
+    losses, gradient = _output_layer(sequence, embeddings, goals, workers, into["embedding.weight"])
+    for names, sequence, hiddens, cells, values in reversed(layers):
+        gates = loops(gradient.is_cuda).recur_backward(gradient, cells, values, parameters[names[1]])
+        gradient, to_gates = gates @ parameters[names[0]], _by_worker(gates, workers)
+        for name, factor in zip(names[:2], (sequence, hiddens[:-1]), strict=True):
+            into[name].copy_(to_gates.mT @ _by_worker(factor, workers))
+        for name in names[2:]:
+            into[name].copy_(to_gates.sum(2))
+    _add_rows(into["embedding.weight"], _by_worker(words, workers), _by_worker(gradient, workers))
+    last = (torch.stack([layer[kind][-1] for layer in layers], dim=1) for kind in (2, 3))
+    return losses, tuple(state.unflatten(2, (workers, -1)).movedim(2, 1) for state in last)
+
+
+def _by_worker(sequence: Tensor, workers: int) -> Tensor:
+    """[time, runs, rows, ...] -> [runs, workers, time · columns, ...]"""
+    return sequence.unflatten(2, (workers, -1)).movedim(0, 2).flatten(2, 3)
+
+
+def _output_layer(
+    sequence: Tensor, embeddings: Tensor, targets: Tensor, workers: int, into: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean losses [runs, workers] and the gradient of `sequence`; that of the embeddings is written `into`."""
+    outputs, targets = _by_worker(sequence, workers), _by_worker(targets, workers)
+    scores, words = outputs.flatten(1, 2) @ embeddings.mT, targets.shape[2]
+    losses = loops(scores.is_cuda).cross_entropy_(scores.flatten(0, 1), targets.flatten()).view_as(targets)
+    by_worker = scores.unflatten(1, (workers, words)).flatten(0, 1)
+    torch.bmm(by_worker.mT, outputs.flatten(0, 1) / words, out=into.view(-1, *embeddings.shape[1:]))
+    # not as one batched product, which would be a third as fast: its long sums are not divided between processors
+    gradient = torch.stack([some @ its for some, its in zip(scores, embeddings, strict=True)]) / words
+    gradient = gradient.view(*outputs.shape[:2], len(sequence), -1, outputs.shape[-1])
+    return losses.mean(-1), gradient.movedim(2, 0).flatten(2, 3)
+
+
+def _add_rows(into: Tensor, rows: Tensor, values: Tensor) -> None:
+    """into[r, w, rows[r, w, i]] += values[r, w, i] for all i, with the same order of additions every time: the values
+    of a row that appears several times are summed first."""
+    same = (rows[..., None] == rows[..., None, :]).to(values.dtype)
+    index = rows[..., None].expand_as(values)
+    into.scatter_(2, index, into.gather(2, index) + same @ values)
