@@ -21,7 +21,7 @@ from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
-from experiments.training.evaluation import evaluate, evaluate_together, replayed_herding
+from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
 from experiments.training.gradients import FlatParameters, gradient_function, summed, together
 
 WORKERS, UNITS = 2, 3
@@ -323,7 +323,7 @@ def test_herding_metric_equals_the_bound_of_all_gradients_at_once(microbatch):
     order = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(w)) for w in range(3)])
     compute = gradient_function(task, flat, per_unit=True)
     with torch.no_grad():
-        found = replayed_herding(task, compute, parameters, owned.gather(1, order), group, microbatch)
+        found = fixed_herding(task, compute, parameters, owned.gather(1, order), group, microbatch)
         every, *_ = compute(parameters, *task.fetch("train", owned))
     assert found["herding_per_step"] == pytest.approx(parallel_herding_bound(every, order), rel=1e-10)
     assert found["herding_per_vector"] == pytest.approx(parallel_herding_bound(every, order, True), rel=1e-10)

@@ -47,7 +47,7 @@ def evaluate_together(task: Task, parameters: dict[str, Tensor], owned: Tensor) 
     return list(map(task.metrics, train, test))
 
 
-def replayed_herding(
+def fixed_herding(
     task: Task,
     compute: GradientFunction,
     parameters: Tensor,
@@ -55,7 +55,7 @@ def replayed_herding(
     group: WorkerGroup,
     positions_at_once: int,
 ) -> dict[str, float]:
-    """The parallel herding bound of an order, over the unit gradients at fixed `parameters` (paper: Figure 9).
+    """The parallel herding bound of an order, over the unit gradients at fixed `parameters` (equation 8).
 
     compute: a `gradient_function` with unit gradients; visits [local workers, units]: units in the order to be judged.
     Equals `cdgrab.herding.parallel_herding_bound` of all unit gradients, but needs two passes over them instead of
@@ -65,17 +65,17 @@ def replayed_herding(
     if task.first_carry(1):
         positions_at_once = 1
 
-    def replay() -> Iterator[Tensor]:
+    def visited() -> Iterator[Tensor]:
         """Unit gradients in float64 [n, dim]: position by position, workers in rank order."""
         carry = task.first_carry(len(visits))
         for block in visits.split(positions_at_once, dim=1):
             gradients, _, _, *carry = compute(parameters, *carry, *task.fetch("train", block))
             yield group.gather(gradients).transpose(0, 1).flatten(0, 1).double()
 
-    mean = sum(gradients.sum(0) for gradients in replay()) / (group.workers * visits.shape[1])
+    mean = sum(gradients.sum(0) for gradients in visited()) / (group.workers * visits.shape[1])
     running = torch.zeros_like(mean)
     per_step = per_vector = running.new_zeros(())
-    for gradients in replay():
+    for gradients in visited():
         strayed = (gradients - mean).cumsum(0) + running
         running = strayed[-1]
         distances = strayed.abs().amax(1)

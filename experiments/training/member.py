@@ -16,7 +16,7 @@ from cdgrab.sorters import make_sorter
 from experiments.tasks.base import Task
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.evaluation import evaluate, evaluate_together, replayed_herding
+from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
 from experiments.training.gradients import FlatParameters, gradient_function
 from experiments.training.parts import JUDGED_BYTES, make_sparse_mean
 from experiments.training.runlog import RunLog
@@ -132,7 +132,7 @@ class Member:
         visits = self.owned.gather(1, self.next_order(epochs_done).to(self.device))
         at_once = max(1, JUDGED_BYTES[self.device.type] // (8 * self.config.workers * self.flat.dim))  # in float64
         first, self.first_parameters = self.first_parameters, None  # not to be saved at the epoch's end
-        return replayed_herding(self.task, self.unit_gradients, first, visits, self.group, at_once)
+        return fixed_herding(self.task, self.unit_gradients, first, visits, self.group, at_once)
 
     def more_metrics(self, epochs_done: int) -> dict:
         """Metrics besides the task's: of its orders and of its sparsifier."""
