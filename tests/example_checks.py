@@ -24,7 +24,7 @@ def trained_alone(_, recipe, folder):
 if __name__ == "__main__":
     # Each in processes of its own, which share one start of Python: the imports take longer than the training.
     load_kernels()
-    for recipe in (plain, with_accelerate, with_lightning, with_trainer):
+    for recipe in (plain, with_trainer):
         start_processes(trained_alone, (recipe, sys.argv[1]), 1, start_method="fork")
     for recipe in (ddp, ddp_sparsify, with_accelerate, with_lightning, with_trainer):
         forked(2, trained, recipe, sys.argv[1])

@@ -28,14 +28,14 @@ def returned(tmp_path_factory):
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("recipe", ["plain", "with_accelerate", "with_lightning", "with_trainer"])
+@pytest.mark.parametrize("recipe", ["plain", "with_trainer"])
 def test_recipe_trains(returned, recipe):
-    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) < 60
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "ddp_sparsify", "with_accelerate", "with_lightning", "with_trainer"])
 def test_recipe_trains_on_two_processes(returned, recipe):
+    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) < 60
     one, other = (returned[f"{recipe}-{rank}"] for rank in (0, 1))
     assert one == other  # the mean of both
     assert one > 0.6 if recipe == "ddp_sparsify" else 0 < one < UNTRAINED / 2  # that one returns its accuracy

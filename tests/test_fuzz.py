@@ -8,7 +8,7 @@ import pytest
 from scripts import soak
 from scripts.fuzz import __main__ as fuzz
 
-INPUTS = {"settings": 20, "files": 20, "runs": 24, "gradients": 300}
+INPUTS = {"settings": 12, "files": 12, "runs": 14, "gradients": 200}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

@@ -46,7 +46,7 @@ def test_captured_steps_equal_plain_ones(task, sorter, device):
         pytest.skip("needs a GPU")
     device = torch.device(device)
     # tracing takes long, and one task shows on a CPU that traced functions can be captured
-    how = "compile=auto" if task == "lr_hmda" or device.type == "cuda" else "compile=off"
+    how = "compile=auto" if (task, sorter) == ("lr_hmda", "cd_grab") or device.type == "cuda" else "compile=off"
     trainer, plain, captured, pieces = both([*TASKS[task], f"sorter={sorter}", how], device, block_steps=3)
     microbatch = trainer.microbatch
     with torch.no_grad():

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import ttest_1samp
 
 from experiments.report.statistics import Estimate, counted, estimate, looking, paired_p, power_exponents
 from experiments.studies.verdicts import judge, judge_every, threshold
@@ -30,6 +29,8 @@ def test_estimates_by_hand():
 
 @pytest.mark.parametrize("looks", [1, 2, 4])
 def test_every_look_has_its_share_of_the_errors(looks):
+    from scipy.stats import ttest_1samp
+
     values = [0.5, 2.0, -0.25, 1.0, 3.0]
     with looking(looks):
         value, p = estimate(values), paired_p(values)

@@ -30,6 +30,8 @@ large. A study that looks once has 95 % intervals.
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
 
+_tables: dict[tuple[Path, int], str] = {}  # by folder and time of its results: every study shows those of all others
+
 
 def finished(name: str) -> list[Study]:
     """The finished results of a study, the paper's size and real data first; only those in CDGRAB_STUDY when set."""
@@ -56,7 +58,10 @@ def best(name: str) -> Study:
 def summary(study: Study) -> str:
     """The verdicts as a table, and what they were computed from."""
     note = "; so small a size only shows that it runs" if study.size == "smoke" else ""
-    return f"{verdict_table(study.verdicts())}\n\n{study.caption()}{note}\n"
+    results = study.directory, study.metrics_path.stat().st_mtime_ns
+    if results not in _tables:
+        _tables[results] = verdict_table(study.verdicts())
+    return f"{_tables[results]}\n\n{study.caption()}{note}\n"
 
 
 def write_collection() -> Path:

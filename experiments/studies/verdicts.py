@@ -95,11 +95,9 @@ def _missing(measured: Estimate, least: float = -math.inf, most: float = math.in
     if not (math.isfinite(half) and distance):
         return ""
     needed = measured.seeds * (half / distance) ** 2
-    return (
-        f"about {float(f'{needed:.2g}'):.0f} values would decide"
-        if needed < MANY
-        else f"even {MANY:,} values would not decide"
-    )
+    if needed >= MANY:
+        return f"even {MANY:,} values would not decide"
+    return f"about {float(f'{needed:.2g}'):.0f} values would decide"
 
 
 # -- sorters compared seed by seed: the same data, split and partition, only the order differs -------------------------
