@@ -1,4 +1,4 @@
-"""Gradients of the LSTMs of several runs at once, by hand: what a GPU does for a group of runs.
+"""Gradients of the LSTMs of several runs at once, by hand: what a GPU does for a group of runs. Needs Triton.
 
 The workers of a run share its parameters [runs, ...], and each has a gradient of its own [runs, workers, ...]. Written
 out, a group needs few and large products: those of weight gradients over all time steps at once, those of the forward
@@ -7,26 +7,12 @@ pass over all workers of a run. The scores for the whole vocabulary, most of wha
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from experiments.tasks import lstm_loops
+from experiments.tasks import lstm_kernels
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")  # of nn.LSTM
-
-
-@cache
-def loops(on_gpu: bool) -> ModuleType:
-    """`lstm_loops`, or its kernels."""
-    if not (on_gpu and find_spec("triton")):
-        return lstm_loops
-    from experiments.tasks import lstm_kernels
-
-    return lstm_kernels
 
 
 def write_gradients(
@@ -48,11 +34,11 @@ def write_gradients(
         names = [f"lstm.{kind}_l{number}" for kind in WEIGHTS]
         from_inputs, from_hidden, *biases = (parameters[name] for name in names)
         gates = sequence @ from_inputs.mT + sum(biases)[:, None]
-        layers.append((names, sequence, *loops(gates.is_cuda).recur(gates, *states, from_hidden)))
+        layers.append((names, sequence, *lstm_kernels.recur(gates, *states, from_hidden)))
         sequence = layers[-1][2][1:]
     losses, gradient = _output_layer(sequence, embeddings, goals, workers, into["embedding.weight"])
     for names, sequence, hiddens, cells, values in reversed(layers):
-        gates = loops(gradient.is_cuda).recur_backward(gradient, cells, values, parameters[names[1]])
+        gates = lstm_kernels.recur_backward(gradient, cells, values, parameters[names[1]])
         gradient, to_gates = gates @ parameters[names[0]], _by_worker(gates, workers)
         for name, factor in zip(names[:2], (sequence, hiddens[:-1]), strict=True):
             into[name].copy_(to_gates.mT @ _by_worker(factor, workers))
@@ -74,7 +60,7 @@ def _output_layer(
     """Mean losses [runs, workers] and the gradient of `sequence`; that of the embeddings is written `into`."""
     outputs, targets = _by_worker(sequence, workers), _by_worker(targets, workers)
     scores, words = outputs.flatten(1, 2) @ embeddings.mT, targets.shape[2]
-    losses = loops(scores.is_cuda).cross_entropy_(scores.flatten(0, 1), targets.flatten()).view_as(targets)
+    losses = lstm_kernels.cross_entropy_(scores.flatten(0, 1), targets.flatten()).view_as(targets)
     by_worker = scores.unflatten(1, (workers, words)).flatten(0, 1)
     torch.bmm(by_worker.mT, outputs.flatten(0, 1) / words, out=into.view(-1, *embeddings.shape[1:]))
     # not as one batched product, which would be a third as fast: its long sums are not divided between processors

@@ -1,4 +1,8 @@
-"""The loops of `lstm_loops` as Triton kernels: all time steps in one launch, and scores read and written once."""
+"""Triton kernels for LSTMs: all time steps of a layer in one launch, and scores read and written once.
+
+States are [runs, rows, hidden], gates [runs, rows, 4 · hidden] in the order of nn.LSTM (enter, forget, new, leave),
+weights [runs, 4 · hidden, hidden]. A sequence has a first dimension of time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ LOWEST = tl.constexpr(-3e38)  # of float32; minus infinity less itself would not
 
 
 def recur(gates: Tensor, hidden: Tensor, cell: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gates' inputs to all hidden states and cells, the first ones included, and the gates' values."""
     hiddens, cells = (torch.cat([state[None], state.new_empty(len(gates), *state.shape)]) for state in (hidden, cell))
     values = torch.empty_like(gates)
     _launch(_recur, values, gates.contiguous(), hiddens, cells, weights.contiguous())
@@ -18,6 +23,7 @@ def recur(gates: Tensor, hidden: Tensor, cell: Tensor, weights: Tensor) -> tuple
 
 
 def recur_backward(gradient: Tensor, cells: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """From the gradient of the hidden states, the first one left out, to that of the gates' inputs."""
     found = torch.empty_like(values)
     _launch(_recur_backward, found, values, gradient.contiguous(), cells, weights.contiguous())
     return found
@@ -29,6 +35,7 @@ def _launch(kernel, gates: Tensor, *rest: Tensor) -> None:
 
 
 def cross_entropy_(scores: Tensor, targets: Tensor) -> Tensor:
+    """The losses [rows] of scores [rows, classes], which are overwritten with their gradients."""
     losses, (rows, classes) = scores.new_empty(len(scores)), scores.shape
     # so many threads that few rows are read at a time: their second reading is from the cache
     _cross_entropy[(rows,)](scores, targets, losses, classes, BLOCK=8192, num_warps=32)

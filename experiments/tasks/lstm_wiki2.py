@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 from cdgrab.errors import CdgrabError
 from experiments.data import wikitext
 from experiments.data.sources import Source
-from experiments.tasks import lstm_batched
 from experiments.tasks.base import DTYPES, Task, initialised, perplexity
 from experiments.tasks.settings import flag, limit, whole
 
@@ -107,10 +108,14 @@ class LstmWiki2(Task):
         losses, carry = self._losses(parameters, carry, *batch)
         return losses.mean(), carry
 
-    def write_gradients(self, parameters: dict[str, Tensor], carry: tuple, *batch_and_target: object) -> tuple:
+    def _write_gradients(self, parameters: dict[str, Tensor], carry: tuple, *batch_and_target: object) -> tuple:
+        from experiments.tasks.lstm_batched import write_gradients
+
         if self.config.reset_hidden:
             carry = tuple(torch.zeros_like(state) for state in carry)
-        return lstm_batched.write_gradients(parameters, carry, *batch_and_target)
+        return write_gradients(parameters, carry, *batch_and_target)
+
+    write_gradients = _write_gradients if find_spec("triton") else None
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if split == "train":
