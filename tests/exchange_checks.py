@@ -32,7 +32,7 @@ def shapes(processes):
 
 def cases(processes, how):
     """Every kind in every shape, but resumed or collected only those that leave fractions; options in some shapes."""
-    for shape in shapes(processes):
+    for shape in shapes(processes) if processes == 2 or "resumed" not in how else SHAPES[:3]:
         for kind in KINDS if how == "divided" else ("random", "cancelling"):
             yield shape, kind, {}
         for options in OPTIONS if shape in SHAPES[:3] else ():

@@ -42,8 +42,7 @@ def test_bytes_in_the_statistics_are_those_on_the_wire(found, variant, processes
         assert abs(sent - stats["bytes"]) <= slack, (update.count_nonzero(), stats)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("name, options", DDP, ids=str)
+@pytest.mark.parametrize(("processes", "name", "options"), [*((2, *some) for some in DDP), (4, *DDP[0])])
 def test_ddp_trains_as_a_sparsifier_that_hosts_all_workers(found, name, options, processes):
     """Over several buckets, their regrouping, no_sync and a resumed checkpoint."""
     parameters, stats, buckets = found[processes]["ddp", name]
