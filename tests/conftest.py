@@ -25,7 +25,7 @@ from cdgrab.balance import kernels, reference
 from experiments.store.files import ROOT
 
 gc.set_threshold(100_000, 20, 20)  # looking for garbage takes a twentieth of the time otherwise
-settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("reproducible")
 torch.set_num_threads(1)
 

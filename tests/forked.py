@@ -1,8 +1,11 @@
 """Processes that share one start of Python: forked when everything is imported, they meet as if started by torchrun."""
 
 import gc
+import multiprocessing
 import os
+import signal
 import socket
+import sys
 
 import torch
 import torch._dynamo  # this and the next are imported by DistributedDataParallel, in every process
@@ -11,6 +14,7 @@ import torch.distributed.tensor
 from torch.multiprocessing import start_processes
 
 from cdgrab.balance import kernels
+from experiments import train
 
 
 def forked(processes, work, *arguments):
@@ -45,3 +49,19 @@ def load_kernels():
             kernels.balance_divided(rows, running, limits, lambda products: products)
     compiled.balance_centred(sums[None], sums, sums, sums, limits)
     compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
+
+
+def start_run(arguments, printed, before=lambda: None):
+    """`python -m experiments.train arguments` in a process of its own, which first calls `before`; its errors go to the
+    file `printed`."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(arguments, printed, before))
+    process.start()
+    return process
+
+
+def _run(arguments, printed, before):
+    before()
+    # the tests themselves may have been started in the background of a shell, where Ctrl-C is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(printed, "w") as sys.stderr:
+        sys.exit(train.main(arguments))

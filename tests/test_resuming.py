@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import start_run
 
 from cdgrab.errors import Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
@@ -136,9 +137,9 @@ def start(folder, *more, processes=1):
     return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=listen, **pipes)
 
 
-def wait_for(folder, epochs, process):
+def wait_for(folder, epochs, alive):
     while len(read_metrics(folder / "metrics.jsonl")) < epochs:
-        assert process.poll() is None, process.communicate()[1]
+        assert alive()
         time.sleep(0.005)
 
 
@@ -159,15 +160,16 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")])
 def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, number, status, word, capsys):
     folder = tmp_path / "run"
-    process = start(folder)
-    wait_for(folder, 2, process)
-    process.send_signal(signal.SIGSTOP)  # else it may be done before anybody looks
+    process = start_run([*RUN, f"run_dir={folder}"], tmp_path / "printed")
+    wait_for(folder, 2, process.is_alive)
+    os.kill(process.pid, signal.SIGSTOP)  # else it may be done before anybody looks
     assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2
     assert f"is being written by process {process.pid} on" in capsys.readouterr().err
-    process.send_signal(number)
-    process.send_signal(signal.SIGCONT)
-    _, printed = process.communicate(timeout=60)
-    assert process.returncode == status and f"{word} after" in printed and "resume=true goes on" in printed
+    os.kill(process.pid, number)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(timeout=60)
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == status and f"{word} after" in printed and "resume=true goes on" in printed
     assert "Traceback" not in printed and read_manifest(folder)["status"] == word
     if number == signal.SIGTERM:
         assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 0
@@ -325,12 +327,12 @@ def test_results_that_cannot_be_written_are_named_and_stay(tmp_path):
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "experiments.train", *SHORT, f"run_dir={folder}"]
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))  # noqa: E731 - less than a checkpoint
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, preexec_fn=full, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "checkpoint.pt" in done.stderr and "cannot be read or written (File too large)" in done.stderr
+    process = start_run([*SHORT, f"run_dir={folder}"], tmp_path / "printed", before=full)
+    process.join()
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 2 and printed.count("\n") == 1, printed
+    assert "checkpoint.pt" in printed and "cannot be read or written (File too large)" in printed
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*"))
     assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 0
     assert lines(folder) == undisturbed[:4]

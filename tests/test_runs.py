@@ -2,20 +2,17 @@
 
 import json
 import math
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import start_run
 
 from cdgrab.balance import reference
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
 from experiments import train
 from experiments.store import checkpoint
-from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.training.clock import PHASES
@@ -112,12 +109,11 @@ def test_another_run_in_the_same_folder_is_refused(finished, capsys):
 def test_killed_and_resumed_gives_the_same_metrics(tmp_path):
     settings = ["epochs=30", "task.limit=400", "data=embedded"]
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "experiments.train", *settings, f"run_dir={folder}"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
-    while len(read_metrics(folder / "metrics.jsonl")) < 3 and process.poll() is None:
+    process = start_run([*settings, f"run_dir={folder}"], tmp_path / "printed")
+    while len(read_metrics(folder / "metrics.jsonl")) < 3 and process.is_alive():
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     survived = len(read_metrics(folder / "metrics.jsonl"))
     assert 3 <= survived < 30, "the run was to be killed in the middle"
     with open(folder / "metrics.jsonl", "a") as file:

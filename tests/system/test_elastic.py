@@ -27,7 +27,7 @@ def test_what_is_refused_is_not_taken_over_by_a_restart(tmp_path):
 def test_torchrun_goes_on_by_itself_when_a_rank_is_killed_and_one_that_stands_still_is_named(undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = start(folder, processes=2)
-    wait_for(folder, 2, process)
+    wait_for(folder, 2, lambda: process.poll() is None)
     os.kill(ranks(process)[1], signal.SIGKILL)
     _, printed = process.communicate(timeout=240)
     assert process.returncode == 0, printed
