@@ -37,7 +37,7 @@ def test_torchrun_goes_on_by_itself_when_a_rank_is_killed_and_one_that_stands_st
     assert len(json.loads((folder / "manifest.json").read_text())["resumed"]) == 1
 
     process = start(tmp_path / "still", "timeout=4", "epochs=4000", processes=2)
-    wait_for(tmp_path / "still", 2, process)
+    wait_for(tmp_path / "still", 2, lambda: process.poll() is None)
     started = ranks(process)
     os.kill(started[0], signal.SIGSTOP)
     printed = next(line for line in process.stderr if "error:" in line)
