@@ -35,7 +35,8 @@ def sweep_curves(sweep: Sweep, metrics: tuple[str, ...], title: str, experiment:
     """
     share, columns = sweep.setting == "workers", len(sweep.groups)
     titles = [column_title(sweep.setting, group.setting(sweep.setting)) for group in sweep.groups]
-    figure, axes = plots.panels(len(metrics), columns, max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2, titles)
+    width, height = max(2.5 * columns + 0.7, 6.5), 2.2 * len(metrics) + 1.2
+    figure, axes = plots.panels(len(metrics), columns, width, height, titles, sharex="col" if share else "none")
     for row, metric in zip(axes, metrics, strict=True):
         shown = [_converged(group, metric, experiment) for group in sweep.groups]
         for panel, group, own in zip(row, sweep.groups, shown, strict=True):
@@ -51,6 +52,8 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
         curve = group.curve(sorter, metric)
         if not curve.empty:  # empty: a metric that these runs did not log
             x, style = curve.index if axis == "epoch" else curve["elapsed"], {"color": sorter_colour(sorter)}
+            if 2 * len(curve) < curve.index[-1]:  # measured in some epochs only: show which
+                style |= plots.DOTS | {"ms": 2.6}
             plots.mean_std(panel, x, curve["mean"], curve["std"], label=group.label(sorter), **style)
     if group.like_the_paper:
         _draw_published(panel, group, metric, axis, experiment)
