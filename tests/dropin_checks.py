@@ -52,7 +52,7 @@ CASES = {
 # On 4 processes only those whose exchanges depend on how many there are.
 TRAINED = [(2, name) for name in CASES]
 TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "scaled", "exdyna", "exdyna, scaled")]
-RESUMED = [(2, "divided", 3), (2, "divided", 6), (2, "scaled", 4), (2, "exdyna, scaled", 4), (2, "examples", 4)]
+RESUMED = [(2, "divided", 3), (2, "divided", 11), (2, "scaled", 14), (2, "exdyna, scaled", 4), (2, "examples", 4)]
 RESUMED += [(4, "exdyna, scaled", 4)]
 
 
@@ -91,7 +91,7 @@ def trained(case):
 
 
 def resumed(case, stop_after):
-    """Interrupted after so many steps, in the first or second epoch."""
+    """Interrupted after so many steps: in the first epoch, at its end, or in the second."""
     before, after = started(case), started(case)
     visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
     state = before[1].state_dict()

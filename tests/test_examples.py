@@ -1,6 +1,7 @@
 """The recipes for other people's scripts, as they stand in `examples`."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -57,14 +58,19 @@ def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     expected = resumable.main(str(whole), "cd_grab", "2")
-    command = [sys.executable, "-m", "examples.resumable", str(killed), "cd_grab", "2"]
-    process = subprocess.Popen(command, start_new_session=True)
-    while not saved_batches(killed) > 300 and process.poll() is None:
+    process = multiprocessing.get_context("fork").Process(target=in_a_session, args=(str(killed), "cd_grab", "2"))
+    process.start()
+    while not saved_batches(killed) > 300 and process.is_alive():
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     assert 248 < saved_batches(killed) < 496
     assert resumable.main(str(killed), "cd_grab", "2") == expected
+
+
+def in_a_session(*arguments):
+    os.setsid()  # so that the loader's processes can be killed with it
+    resumable.main(*arguments)
 
 
 def saved_batches(folder):

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -390,22 +391,19 @@ BAD_CALLS = [
 ]
 
 
-def test_bad_calls_of_the_helpers_are_one_sentence(checkout):
-    """Each as `python -m module arguments`, for which runpy stands in."""
-    code = f"""
-import runpy, sys, warnings
-warnings.simplefilter("ignore")  # a module that another one has imported already
-for module, arguments, _ in {BAD_CALLS}:
-    sys.argv = [module, *arguments]
-    try:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # runpy's: a module that another one has imported already
+@pytest.mark.parametrize(("module", "arguments", "message"), BAD_CALLS)
+def test_bad_calls_of_the_helpers_are_one_sentence(module, arguments, message, monkeypatch, capsys):
+    """As `python -m module arguments`."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delenv("CDGRAB_DATA", raising=False)
+    handlers = {number: signal.getsignal(number) for number in STATUS}
+    with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as exit:
-        print("status", exit.code, file=sys.stderr)
-"""
-    said = call(checkout, code).stderr.splitlines()
-    assert len(said) == 2 * len(BAD_CALLS)
-    for error, status, (_, _, message) in zip(said[::2], said[1::2], BAD_CALLS, strict=True):
-        assert error.startswith("error: ") and message in error and status == "status 2"
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.startswith("error: ") and message in printed and printed.count("\n") == 1
 
 
 def test_notebooks_only_read_results():

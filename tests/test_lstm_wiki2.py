@@ -341,8 +341,8 @@ def test_real_data_has_the_papers_counts():
 def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients(device):
     """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")
-    settings = ["workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=3", "task.batch=6"]
-    run = compose(["task=lstm_wiki2", *settings, "task.chunk_length=4"])
+    settings = ["workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=3", "task.batch=4"]
+    run = compose(["task=lstm_wiki2", *settings, "task.chunk_length=3"])
     task = make_task(run.config, run.source, torch.device(device))
     flat = FlatParameters(task.model)
     alone = over_replicas(summed(gradient_function(task, flat, True, "backward"), 2), 2, "backward")

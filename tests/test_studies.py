@@ -37,7 +37,7 @@ def without_seconds(path):
 @pytest.mark.parametrize("size", ["smoke", "quick", "paper"])
 def test_every_study_has_parts_and_a_notebook_at_every_size(name, size):
     study = compose_study([f"study={name}", f"size={size}", "data=embedded"])
-    parts = study.parts()
+    parts = study.at(study.looks[0]).parts()
     keys = [json.dumps(part.key) for part in parts]
     assert len(set(keys)) == len(keys) >= 8 and len({tuple(part.key) for part in parts}) == 1
     folder = f"{size}-embedded" if study.data else size
