@@ -3,10 +3,12 @@
     python -m scripts.soak                       # `make soak`: ten minutes
     python -m scripts.soak --seconds 60 --seed 3
 
-Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data. So are the moments, mostly during
-training, sometimes during the start, and what happens then: one rank is killed (torchrun restarts all of them),
-everything is killed, or a scheduler asks the run to stop. In the end metrics, orders and parameters must equal those of
-the undisturbed run to the last bit; no process may be left behind, hang, or end in a traceback.
+Tasks, sorters, sparsifiers and process counts are drawn at random, on embedded data; so are sweeps whose runs train
+together. So are the moments, mostly during training, sometimes during the start, and what happens then: one rank is
+killed (torchrun restarts all of them), everything is killed, or a scheduler asks the run to stop. In the end metrics,
+orders and parameters must equal those of the undisturbed run to the last bit; no process may be left behind, hang, or
+end in a traceback. Runs that trained together may train in other groups after a kill, and then round differently: they
+are in float64, and must be equal to nine digits.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -44,26 +47,32 @@ TASKS = {  # settings, and epochs that take some seconds
 SORTERS = ["cd_grab", "cd_grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "riffle"]
 SPARSIFIERS = [[], [], ["sparsifier=exdyna", "sparsifier.density=0.05"], ["sparsifier=topk", "sparsifier.density=0.05"]]
 WORKERS, PROCESSES = 4, (1, 1, 1, 2, 4)
+GROUPED = 0.3  # share of sweeps whose runs train together
+SAME_DIGITS = 1e-9
 LANES = 2  # runs under way at the same time
 MOST = 12  # kills per run; after them it may finish
 STARTING, TRAINING = "while starting", "in training"
 EARLY = 0.2  # share of kills soon after the start, mostly before training begins
 LONGEST = {STARTING: 8.0, TRAINING: 2.0}  # seconds until the next kill
 LIMIT = 240.0  # seconds after which a process counts as hanging
-TIMES = ("seconds", "phases")  # what differs from run to run
+TIMES = ("seconds", "phases", "replicas")  # what differs from run to run
 
 
 @dataclass
 class Case:
-    """A run: its settings on the command line, and its number of processes."""
+    """A run, or the runs of a sweep: settings on the command line, and the number of processes."""
 
     settings: list[str]
-    processes: int
+    processes: int = 1
+    grouped: bool = False
 
     def start(self, folder: Path, *more: str) -> subprocess.Popen:
         """In a process group of its own."""
         run = ["-m", "experiments.train", *self.settings, f"run_dir={folder}", *more]
-        if self.processes > 1:
+        if self.grouped:
+            each = f"run_dir={folder}/${{sorter.name}}-${{seed}}"
+            run = ["-m", "experiments.launch", "-m", *self.settings, each, *more]
+        elif self.processes > 1:
             run = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=99", "--monitor-interval=0.1",
                    f"--nproc-per-node={self.processes}", *run]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -73,16 +82,22 @@ class Case:
             )
 
     def __str__(self) -> str:
-        return f"{' '.join(self.settings)}, {self.processes} process{'es' * (self.processes > 1)}"
+        how = "together" if self.grouped else f"{self.processes} process{'es' * (self.processes > 1)}"
+        return f"{' '.join(self.settings)}, {how}"
 
 
 def draw(generator: random.Random) -> Case:
     task, processes = generator.choice(list(TASKS)), generator.choice(PROCESSES)
     more, epochs = TASKS[task]
-    settings = [f"task={task}", *more, f"epochs={epochs // 2 if processes > 2 else epochs}", "data=embedded"]
-    settings += [f"sorter={generator.choice(SORTERS)}", *generator.choice(SPARSIFIERS), f"workers={WORKERS}"]
-    settings += [f"seed={generator.randrange(9)}", f"checkpoint.every_steps={generator.choice([5, 11, 20])}"]
-    return Case([*settings, "timeout=30", f"compile={generator.choice(['off', 'off', 'auto'])}"], processes)
+    settings = [f"task={task}", *more, f"workers={WORKERS}", "data=embedded", "timeout=30"]
+    settings += [f"checkpoint.every_steps={generator.choice([5, 11, 20])}"]
+    settings += [f"compile={generator.choice(['off', 'off', 'auto'])}"]
+    if generator.random() < GROUPED:
+        sorters, seeds = generator.sample(sorted(set(SORTERS)), 2), generator.sample(range(9), 2)
+        swept = [f"{name}={','.join(map(str, values))}" for name, values in (("sorter", sorters), ("seed", seeds))]
+        return Case([*settings, *swept, f"epochs={epochs // 4}", "task.dtype=float64"], grouped=True)
+    settings += [f"epochs={epochs // 2 if processes > 2 else epochs}", f"seed={generator.randrange(9)}"]
+    return Case([*settings, f"sorter={generator.choice(SORTERS)}", *generator.choice(SPARSIFIERS)], processes)
 
 
 def disturbed(case: Case, folder: Path, generator: random.Random, over: threading.Event) -> Counter:
@@ -149,11 +164,8 @@ def _finish(process: subprocess.Popen, case: Case, statuses: Iterable[int] = (0,
 
 
 def _changed(folder: Path) -> int:
-    """When the manifest was last written, which every start does when training begins."""
-    try:
-        return (folder / "manifest.json").stat().st_mtime_ns
-    except OSError:
-        return 0
+    """When a manifest was last written, which every start does when training begins."""
+    return max((path.stat().st_mtime_ns for path in folder.rglob("manifest.json")), default=0)
 
 
 def _left_behind(folder: Path) -> list[int]:
@@ -163,7 +175,7 @@ def _left_behind(folder: Path) -> list[int]:
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if f"run_dir={folder}".encode() in path.read_bytes().split(b"\0"):
+                if f"run_dir={folder}".encode() in path.read_bytes():
                     found.append(int(path.parent.name))
         if not found or time.monotonic() > deadline:
             return found
@@ -197,20 +209,29 @@ def tracebacks(folder: Path) -> int:
     return sum("SignalException" not in words for words in found)
 
 
-def outcome(folder: Path) -> tuple:
-    """What must be equal: the metrics without times, and the checkpoint."""
+def outcomes(folder: Path) -> list[tuple]:
+    """What must be equal, of every run in the folder: its name, the metrics without times, and the checkpoint."""
+    runs = sorted(path.parent for path in folder.rglob("manifest.json"))
+    return [(run.relative_to(folder).name, *_outcome(run)) for run in runs]
+
+
+def _outcome(folder: Path) -> tuple:
     text = (folder / "metrics.jsonl").read_text()
     lines = [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in text.splitlines()]
     saved = checkpoint.load(folder)
     return lines, text.endswith("\n"), saved["epochs_done"], saved["position"], saved["parameters"], saved["optimiser"]
 
 
-def same(one: object, other: object) -> bool:
-    """Equal to the last bit."""
+def same(one: object, other: object, rounding: float = 0.0) -> bool:
+    """Equal but for so much."""
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return torch.allclose(one, other, rtol=rounding, atol=rounding)
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=rounding, abs_tol=rounding)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and same(list(one.values()), [other[key] for key in one], rounding)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(same(*pair, rounding) for pair in zip(one, other, strict=True))
     return one == other
 
 
@@ -225,7 +246,7 @@ def soak(scratch: Path, seed: str, over: threading.Event) -> Counter:
             kills = disturbed(case, folder, generator, over)
             errors = tracebacks(folder)
             _expect(errors == 0, case, f"{errors} tracebacks:\n{log_of(folder).read_text()}")
-            equal = same(outcome(folder), outcome(oracle))
+            equal = same(outcomes(folder), outcomes(oracle), SAME_DIGITS * case.grouped)
             found += kills + Counter({"runs": 1, "differences": not equal})
             took = time.monotonic() - started
             print(f"{'same' if equal else 'DIFFERENT'} after {kills.total()} kills, {took:.0f} s: {case}", flush=True)

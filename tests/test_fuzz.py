@@ -35,3 +35,4 @@ def test_the_soak_draws_all_kinds_of_runs():
     for words in (*soak.TASKS, *set(soak.SORTERS), "exdyna", "topk"):
         assert any(words in str(case) for case in drawn), words
     assert Counter(case.processes for case in drawn).keys() == set(soak.PROCESSES)
+    assert 20 < sum(case.grouped for case in drawn) < 100
