@@ -474,7 +474,7 @@ def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
             *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "2 of 2 seeds"),
             *("64.36 ± 2.03", "63.93 ± 1.63", "+0.43"),
         ],
-        ["RTE", "60.50 ± 0.50", "59.00 ± 0.00", "+1.50 ± 0.50", "2 of 2 seeds", "–", "–", "–"],
+        ["RTE", "60.50 ± 0.71", "59.00 ± 0.00", "+1.50 ± 0.71", "2 of 2 seeds", "–", "–", "–"],
     ]
     assert "GLUE RTE, 9 rows · size quick" in text and "linear head on frozen some-encoder" in text
     drawn = figures_glue.figure(sweep, "title")

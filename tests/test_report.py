@@ -39,8 +39,8 @@ def test_the_table_of_all_tasks(tmp_path):
         "seeds": "3",
         "metric": "full train loss",
         "D-RR": "5.000000 ± 0.000000",
-        "CD-GraB": "3.000000 ± 0.816497",  # of 4, 3, 2
-        "CD-GraB − D-RR": "-2 ± 0.82",
+        "CD-GraB": "3.000000 ± 1.000000",  # of 4, 3, 2
+        "CD-GraB − D-RR": "-2 ± 1",
         "better on": "3 of 3 seeds",
         "paired t-test": "p = 0.074",  # t = 2 / (1 / sqrt 3) = 3.464, two degrees of freedom: 1 - t / sqrt(2 + t²)
         "the paper's difference": "-0.00179",  # 0.33545536 - 0.33724705

@@ -10,6 +10,7 @@ from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import BASELINE, GLUE, LOSS, OURS, PUBLISHED_SORTERS
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep, pretrained_by
+from experiments.report.statistics import FEWEST_SEEDS
 from experiments.report.text import markdown, mean_std
 
 EXPERIMENT = "table1_glue"
@@ -142,8 +143,8 @@ def _draw_epochs(panel: Axes, row: Row) -> None:
 
 
 def _mean_and_std(panel: Axes, places: list[float], values: list[Series], **style) -> None:
-    means, spreads = [some.mean() for some in values], [some.std(ddof=0) for some in values]
-    panel.errorbar(places, means, spreads, ms=5, capsize=2, **style)
+    spreads = [some.std() if len(some) >= FEWEST_SEEDS else 0.0 for some in values]
+    panel.errorbar(places, [some.mean() for some in values], spreads, ms=5, capsize=2, **style)
 
 
 def _encoder(group: Group) -> str:

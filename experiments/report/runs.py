@@ -12,6 +12,7 @@ from pathlib import Path
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import counted, sorter_label
+from experiments.report.statistics import FEWEST_SEEDS
 from experiments.store.files import RESULTS
 from experiments.store.records import METRICS, read_manifest, read_metrics
 
@@ -92,9 +93,11 @@ class Group(Runs):
         return sorter_label(sorter, manifest["sorter_label"])
 
     def curve(self, sorter: str, metric: str) -> DataFrame:
-        """Mean, std (over seeds, as in numpy) and mean elapsed seconds by epoch; only epochs that have the metric."""
+        """Mean, std over seeds (0 where they are too few) and mean elapsed seconds by epoch; only epochs that have the
+        metric."""
         by_epoch = self._measured(sorter, metric).groupby("epoch")
-        mean, std = by_epoch[metric].mean(), by_epoch[metric].std(ddof=0)
+        mean, std = by_epoch[metric].mean(), by_epoch[metric].std()
+        std = std.where(by_epoch[metric].count() >= FEWEST_SEEDS, 0.0)
         return mean.to_frame("mean").assign(std=std, elapsed=by_epoch["elapsed"].mean())
 
     def final(self, sorter: str, metric: str) -> Series:

@@ -17,6 +17,7 @@ import numpy as np
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.text import signed
 
+FEWEST_SEEDS = 3  # for a p value or a band
 ERROR = 0.05  # the share of intervals that may miss the truth
 _looks = ContextVar("looks", default=1)
 

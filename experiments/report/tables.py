@@ -9,12 +9,13 @@ from experiments.report.kinds import Series
 from experiments.report.names import BASELINE, OURS, column_title, higher_is_better, metric_label, sorter_label
 from experiments.report.published import published, published_metrics
 from experiments.report.runs import Group, Sweep
-from experiments.report.statistics import paired_p
+from experiments.report.statistics import FEWEST_SEEDS, paired_p
 from experiments.report.text import markdown, mean_std
 
 HEADNOTE = (
-    "Last epoch (validation accuracies: best epoch), mean ± std over seeds; differences and the two-sided t-test are "
-    "paired over seeds. The paper's difference is that of its own curves' last points, on its own data."
+    "Last epoch (validation accuracies: best epoch), mean ± sample standard deviation over seeds; differences and the "
+    "two-sided t-test are paired over seeds, at least three of them. The paper's difference is that of its own curves' "
+    "last points, on its own data."
 )
 # Further pairs, if the runs exist: what the published code really compares on M4 and WikiText-2, and ours against it
 PAIRS = ((OURS, "riffle"), ("riffle", "d_rr,shared=True"))
@@ -101,11 +102,11 @@ def _paired(difference: Series, metric: str) -> dict[str, str]:
     """Over the seeds that both have."""
     difference = difference.dropna()
     better = (difference > 0) if higher_is_better(metric) else (difference < 0)
-    p = paired_p(difference.tolist())
+    p = paired_p(difference.tolist()) if len(difference) >= FEWEST_SEEDS else math.nan
     return {
-        "mean ± std": f"{difference.mean():+.3g}" + f" ± {difference.std(ddof=0):.2g}" * (len(difference) > 1),
+        "mean ± std": f"{difference.mean():+.3g}" + f" ± {difference.std():.2g}" * (len(difference) > 1),
         "better on": f"{better.sum()} of {len(difference)} seeds",
-        "paired t-test": "one seed" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4",
+        "paired t-test": "too few seeds" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4",
     }
 
 

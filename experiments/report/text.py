@@ -44,11 +44,11 @@ def minus(text: object) -> str:
     return f"{text}".replace("-", "−")
 
 
-def mean_std(values: Series, digits: int, ddof: int = 0, sign: str = "") -> str:
-    """For instance 3.00 ± 0.82. A single value has no spread; no value at all gives –."""
+def mean_std(values: Series, digits: int, sign: str = "") -> str:
+    """For instance 3.00 ± 0.82, the sample's standard deviation. A single value has none; no value at all gives –."""
     if not len(values):
         return "–"
-    spread = f" ± {values.std(ddof=ddof):.{digits}f}" if len(values) > 1 else ""
+    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
     return f"{values.mean():{sign}.{digits}f}{spread}"
 
 

@@ -182,7 +182,7 @@ def _draw_rounds(panel: Axes, study: Study, workers: int) -> None:
         rows = select(study.table, sorter=sorter, workers=1 if sorter == ALONE else workers)
         by_round = rows.groupby("round")["bound"]
         mean = by_round.mean()
-        plots.mean_std(panel, mean.index, mean, by_round.std(ddof=0), **names.sorter_line(sorter))
+        plots.mean_std(panel, mean.index, mean, by_round.std().fillna(0.0), **names.sorter_line(sorter))
     for sorter, curve in published_bounds(workers, study.settings.vectors).items():
         style = plots.PUBLISHED | {"color": names.sorter_colour(sorter), "label": f"{sorter_label(sorter)}, paper"}
         panel.plot(curve["x"], curve["mean"], **style)

@@ -155,7 +155,7 @@ def alpha_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, st
         skew = {"distance of mixes": f"{distance:.2f}", "largest class": f"{largest:.2f}"}
         for sorter in settings.sorters:
             row = {"task": task_name(task), "alpha": f"{alpha:g}", **skew, "sorter": sorter_label(sorter)}
-            row["train loss"] = text.mean_std(by_seed(some, sorter), 5, ddof=1)
+            row["train loss"] = text.mean_std(by_seed(some, sorter), 5)
             row["against D-RR (%)"] = "" if sorter == BASELINE else str(estimate(difference(some, sorter)))
-            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
+            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2)
             yield row | {"herding bound": str(estimate(by_seed(some, sorter, BOUND)))}

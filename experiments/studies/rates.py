@@ -130,7 +130,7 @@ class Gaps:
     def curve(self, x: str, sorter: str) -> DataFrame:
         """Geometric mean over seeds ± a standard deviation; `fitted`: whether the slope is fitted to it."""
         logarithms = np.log(select(self.sweep(x), sorter=sorter).set_index(x)["gap"]).groupby(level=0)
-        mean, spread = logarithms.mean(), logarithms.std(ddof=0)
+        mean, spread = logarithms.mean(), logarithms.std().fillna(0.0)
         curve = np.exp(mean).to_frame("mean").assign(low=np.exp(mean - spread), high=np.exp(mean + spread))
         return curve.assign(fitted=mean.index >= self._from(x))
 

@@ -70,8 +70,8 @@ def sorter_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, s
         p = p_values(some, settings)
         for sorter in settings.sorters:
             row = {"task": names.task_name(task), "sorter": names.sorter_label(sorter)}
-            row["train loss"] = text.mean_std(by_seed(some, sorter), 5, ddof=1)
-            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2, ddof=1)
+            row["train loss"] = text.mean_std(by_seed(some, sorter), 5)
+            row["test metric"] = text.mean_std(by_seed(some, sorter, test_metric(task)), 2)
             row |= dict.fromkeys(("against D-RR (%)", "lower on", "p", "p (Holm)"), "")
             if sorter != BASELINE:
                 against = difference(some, sorter)
