@@ -67,6 +67,15 @@ def ordinary_lenet():
     ).double()
 
 
+def test_published_weights_are_those_of_an_ordinary_lenet_after_manual_seed():
+    task = embedded_task("task.initial_weights=published", "seed=3", "task.dtype=float64")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = ordinary_lenet()
+    for ours, theirs in zip(task.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.flatten(), theirs.flatten())
+
+
 @pytest.fixture(scope="module")
 def one_by_one(problem):
     """Gradients [workers, units, dim] and losses [workers, units] by ordinary backward passes."""

@@ -197,8 +197,11 @@ def perplexity(mean_loss: float) -> float:
     return math.exp(mean_loss) if mean_loss < 700 else math.inf
 
 
-def initialised(build: Callable[[], nn.Module], seed: int, dtype: str, device: torch.device) -> nn.Module:
-    """A model with PyTorch's own initialisation, drawn from the run's seed on the CPU whatever the device."""
+def initialised(
+    build: Callable[[], nn.Module], seed: int, dtype: str, device: torch.device, draws: int | None = None
+) -> nn.Module:
+    """A model with PyTorch's own initialisation, drawn from the run's seed on the CPU whatever the device.
+    draws: a seed of PyTorch's generator to draw from instead."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(streams.stream(seed, "parameters").integers(2**63)))
+        torch.manual_seed(int(streams.stream(seed, "parameters").integers(2**63)) if draws is None else draws)
         return build().to(device=device, dtype=DTYPES[dtype])

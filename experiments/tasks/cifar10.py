@@ -26,7 +26,7 @@ class Cifar10(Classification):
 
     name, dataset, evaluated_at_once = "cifar10", cifar10, 2000
     settings = {"model": one_of(*MODELS), "limit": limit, "test_limit": limit, "train_share": share}
-    settings |= {"normalisation": one_of(*NORMALS)}
+    settings |= {"normalisation": one_of(*NORMALS), "initial_weights": one_of("own", "published")}
 
     def __init__(self, config: DictConfig, source: Source, workers: int, seed: int, device: torch.device) -> None:
         super().__init__(config, source, workers)
@@ -45,7 +45,8 @@ class Cifar10(Classification):
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in normals)
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
         self.evaluated_together = config.model != "resnet18"  # which keeps a GPU busy on its own
-        self.model = initialised(MODELS[config.model], seed, config.dtype, device)
+        draws = seed if config.initial_weights == "published" else None
+        self.model = initialised(MODELS[config.model], seed, config.dtype, device, draws)
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         images, labels = super().fetch(split, indices)

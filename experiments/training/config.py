@@ -48,6 +48,7 @@ DEPLOYMENT = {
 # Values from before these settings existed. They are left out, so that runs from then are still the same runs.
 UNSAID = {
     "sparsifier.name": "dense",
+    "task.initial_weights": "own",
     "task.model": "lenet",
     "task.normalisation": "cifar10",
     "task.test_chunks": None,
