@@ -38,7 +38,7 @@ EXPERIMENTS = {
     "lr-hmda": ("fig3a_lr_hmda",),
     "lstm-wiki2": ("fig3b_lstm_wiki2",),
     "mlp-m4": ("fig3c_mlp_m4", "fig3c_mlp_m4_4workers"),
-    "cifar10": ("fig4_cifar10_workers", "fig9_cifar10_herding", "fig12_cifar10_lr"),
+    "cifar10": ("fig4_cifar10_workers", "fig9_cifar10_herding", "fig6_cifar10_centralised", "fig12_cifar10_lr"),
     "gpt2-wiki103": ("fig11_gpt2_wiki103",),
     "glue": ("table1_glue",),
 }

@@ -13,6 +13,7 @@ ALONE = "grab_pair"  # one worker that holds all units, and may order them freel
 ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
 OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
 PUBLISHED_SORTERS = {label(name): name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
+PUBLISHED_SORTERS |= {"Balance": "grab", "PairBalance": "grab_pair", "RR": BASELINE}  # one worker: Figure 6
 COLOURS = {
     "cd_grab": "#c4322b",
     "d_rr": "#3465a4",

@@ -40,11 +40,12 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
     "fig3c_mlp_m4": (Curves("fig3_published", "fig3c_mlp_m4/*/{axis}", SMAPE),),
     "fig3c_mlp_m4_4workers": (Curves("mlp_m4_{axis}", "*", SMAPE),),
     "fig4_cifar10_workers": (Curves("published_vector", "4/{column} workers/*", ACCURACY, EPOCHS),),
+    "fig6_cifar10_centralised": (Curves("published_vector", "6/1 worker/*", ACCURACY, EPOCHS),),
     "fig9_cifar10_herding": (
         Curves("published_vector", "9/{column} workers/*", {"herding_replayed": "herding_bound"}, EPOCHS, paired=True),
     ),
-    "fig12_cifar10_lr": (Curves("lenet_cifar10_lr", "lr={column}/*", ACCURACY, EPOCHS),),
-    "fig11_gpt2_wiki103": (Curves("gpt2_wiki103_epoch", "*", LOSS | {"val_ppl_authors": "test_ppl"}, EPOCHS),),
+    "fig12_cifar10_lr": (Curves("published_vector", "12/lr {column}/*", ACCURACY, EPOCHS),),
+    "fig11_gpt2_wiki103": (Curves("published_vector", "11//*", LOSS | {"val_ppl_authors": "test_ppl"}, EPOCHS),),
     "study_herding": (Curves("random_herding", "*", {"bound": "{column}"}, EPOCHS),),
     "table1_glue": (Curves("table1_glue", "{column}*", {"val_accuracy": "", "val_accuracy_mm": "-mm"}, EPOCHS),),
 }

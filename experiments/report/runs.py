@@ -37,7 +37,7 @@ class Runs:
         rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
         return (
             f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
-            f"{_size(manifests)} · {all_of('workers')} workers, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
+            f"{_size(manifests)} · {all_of('workers')} worker{'s' * (all_of('workers') != '1')}, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
             f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
             f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
             f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
