@@ -35,9 +35,10 @@ class Runs:
         count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
         sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
         rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
+        workers = "1 worker" if all_of("workers") == "1" else f"{all_of('workers')} workers"
         return (
             f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
-            f"{_size(manifests)} · {all_of('workers')} worker{'s' * (all_of('workers') != '1')}, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
+            f"{_size(manifests)} · {workers}, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
             f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
             f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
             f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
