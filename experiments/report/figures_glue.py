@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from experiments.report import names, plots
 from experiments.report.kinds import Axes, Figure, Series
-from experiments.report.names import BASELINE, GLUE, LOSS, OURS, PUBLISHED_SORTERS
+from experiments.report.names import BASELINE, GLUE, LOSS, OURS
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep, pretrained_by
 from experiments.report.statistics import FEWEST_SEEDS
 from experiments.report.text import markdown, mean_std
 
 EXPERIMENT = "table1_glue"
-PAIR = {name: sorter for name, sorter in PUBLISHED_SORTERS.items() if sorter in (OURS, BASELINE)}
+PAIR = {names.sorter_label(sorter): sorter for sorter in (OURS, BASELINE)}
 METRICS = {"val_accuracy": "", "val_accuracy_mm": "-mm"}  # suffix of the dataset's name; only MNLI has both
 
 
