@@ -223,9 +223,9 @@ def _outcome(folder: Path) -> tuple:
 
 
 def same(one: object, other: object, rounding: float = 0.0) -> bool:
-    """Equal but for so much."""
+    """Equal up to this rounding."""
     if isinstance(one, torch.Tensor):
-        return torch.allclose(one, other, rtol=rounding, atol=rounding)
+        return one.shape == other.shape and torch.allclose(one, other, rtol=rounding, atol=rounding)
     if isinstance(one, float):
         return math.isclose(one, other, rel_tol=rounding, abs_tol=rounding)
     if isinstance(one, dict):

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import contextmanager
 
 import torch
 import torch._dynamo  # this and the next are imported by DistributedDataParallel, in every process
@@ -51,12 +52,24 @@ def load_kernels():
     compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
 
 
-def start_run(arguments, printed, before=lambda: None):
+@contextmanager
+def started(work, *arguments):
+    """A fork of this process that calls work(*arguments), and is killed at the end if it is still there."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def started_run(arguments, printed, before=lambda: None):
     """`python -m experiments.train arguments` in a process of its own, which first calls `before`; its errors go to the
     file `printed`."""
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(arguments, printed, before))
-    process.start()
-    return process
+    with started(_run, arguments, printed, before) as process:
+        yield process
 
 
 def _run(arguments, printed, before):

@@ -1,7 +1,6 @@
 """The recipes for other people's scripts, as they stand in `examples`."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import time
 
 import pytest
 import torch
+from forked import started
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
@@ -31,6 +31,7 @@ def returned(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", ["plain", "with_trainer"])
 def test_recipe_trains(returned, recipe):
+    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) < 60
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
@@ -58,12 +59,11 @@ def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     expected = resumable.main(str(whole), "cd_grab", "2")
-    process = multiprocessing.get_context("fork").Process(target=in_a_session, args=(str(killed), "cd_grab", "2"))
-    process.start()
-    while not saved_batches(killed) > 300 and process.is_alive():
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+    with started(in_a_session, str(killed), "cd_grab", "2") as process:
+        while not saved_batches(killed) > 300 and process.is_alive():
+            time.sleep(0.1)
+        assert process.is_alive()
+        os.killpg(process.pid, signal.SIGKILL)
     assert 248 < saved_batches(killed) < 496
     assert resumable.main(str(killed), "cd_grab", "2") == expected
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import start_run
+from forked import started_run
 
 from cdgrab.errors import Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
@@ -160,14 +160,14 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")])
 def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, number, status, word, capsys):
     folder = tmp_path / "run"
-    process = start_run([*RUN, f"run_dir={folder}"], tmp_path / "printed")
-    wait_for(folder, 2, process.is_alive)
-    os.kill(process.pid, signal.SIGSTOP)  # else it may be done before anybody looks
-    assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2
-    assert f"is being written by process {process.pid} on" in capsys.readouterr().err
-    os.kill(process.pid, number)
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(timeout=60)
+    with started_run([*RUN, f"run_dir={folder}"], tmp_path / "printed") as process:
+        wait_for(folder, 2, process.is_alive)
+        os.kill(process.pid, signal.SIGSTOP)  # else it may be done before anybody looks
+        assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2
+        assert f"is being written by process {process.pid} on" in capsys.readouterr().err
+        os.kill(process.pid, number)
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(timeout=60)
     printed = (tmp_path / "printed").read_text()
     assert process.exitcode == status and f"{word} after" in printed and "resume=true goes on" in printed
     assert "Traceback" not in printed and read_manifest(folder)["status"] == word
@@ -328,8 +328,8 @@ def test_results_that_cannot_be_written_are_named_and_stay(tmp_path):
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(undisturbed, tmp_path):
     folder = tmp_path / "run"
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))  # noqa: E731 - less than a checkpoint
-    process = start_run([*SHORT, f"run_dir={folder}"], tmp_path / "printed", before=full)
-    process.join()
+    with started_run([*SHORT, f"run_dir={folder}"], tmp_path / "printed", before=full) as process:
+        process.join(60)
     printed = (tmp_path / "printed").read_text()
     assert process.exitcode == 2 and printed.count("\n") == 1, printed
     assert "checkpoint.pt" in printed and "cannot be read or written (File too large)" in printed

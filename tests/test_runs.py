@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from forked import start_run
+from forked import started_run
 
 from cdgrab.balance import reference
 from cdgrab.runtime.group import WorkerGroup
@@ -110,11 +110,9 @@ def test_another_run_in_the_same_folder_is_refused(finished, capsys):
 def test_killed_and_resumed_gives_the_same_metrics(tmp_path):
     settings = ["epochs=30", "task.limit=400", "data=embedded"]
     folder = tmp_path / "killed"
-    process = start_run([*settings, f"run_dir={folder}"], tmp_path / "printed")
-    while len(read_metrics(folder / "metrics.jsonl")) < 3 and process.is_alive():
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    with started_run([*settings, f"run_dir={folder}"], tmp_path / "printed") as process:
+        while len(read_metrics(folder / "metrics.jsonl")) < 3 and process.is_alive():
+            time.sleep(0.005)
     survived = len(read_metrics(folder / "metrics.jsonl"))
     assert 3 <= survived < 30, "the run was to be killed in the middle"
     with open(folder / "metrics.jsonl", "a") as file:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import nbformat
@@ -160,8 +161,22 @@ def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_sta
     assert study.complete() and study.seeds == 5 and "5 seeds" in study.caption()
     found = {verdict.claim: (verdict.answer, verdict.seeds) for verdict in study.verdicts()}
     assert found == {"at once": ("holds", 2), "later": ("holds", 5), "not for long": ("holds", 2)}
-    with pytest.raises(CdgrabError, match="holds results with other seeds"):
-        carry_out(first)
+    for fewer in (2, [2, 3], [3, 5, 9]):  # looks that were taken count
+        with pytest.raises(CdgrabError, match="holds results with other seeds"):
+            carry_out(Study(OmegaConf.merge(first.settings, {"seeds": fewer}), "smoke", tmp_path))
+    monkeypatch.setattr(herding, "verdicts", lambda table, settings: [judge("never", [1.0, -1.0], least=0.0)])
+    more = Study(OmegaConf.merge(first.settings, {"seeds": [2, 3, 5, 9, 10]}), "smoke", tmp_path)
+    carry_out(more)
+    assert more.seeds == 10 and more.manifest()["settings"]["seeds"] == [2, 3, 5, 9, 10]
+    assert {line["seed"] for line in read_lines(more.metrics_path)} == set(range(10))
+
+
+def test_claims_about_times_need_no_more_seeds(tmp_path, monkeypatch):
+    study = Study(OmegaConf.merge(small(tmp_path).settings, {"seeds": [1, 2]}), "smoke", tmp_path)
+    undecided = replace(judge("time", [1.0, -1.0], least=0.0), over_seeds=False)
+    monkeypatch.setattr(herding, "verdicts", lambda table, settings: [undecided])
+    carry_out(study)
+    assert study.seeds == 1 and "| –     |" in collection.summary(study)
 
 
 def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):
@@ -226,6 +241,10 @@ def alive(process):
         (["study=nonsense"], "unknown study 'nonsense'; the studies are herding, heterogeneity"),
         (["study=herding", "size=huge"], "size must be smoke, quick or paper, got 'huge'"),
         (["study=herding", "study.seeds=0"], "study.seeds must be a whole number of at least 1, got 0"),
+        (["study=herding", "study.seeds=null"], "study.seeds must be a whole number of at least 1, got None"),
+        (["study=herding", "study.seeds=some"], "study.seeds must be a whole number of at least 1, got 'some'"),
+        (["study=herding", "study.seeds=[5,5]"], "study.seeds must be a whole number, or several that ascend, got [5,"),
+        (["study=herding", "study.seeds=[]"], "study.seeds must be a whole number, or several that ascend, got []"),
         (["study=herding", "study.nonsense=1"], "nonsense"),
         (["study=herding", "study.vectors=7"], "7 vectors cannot be split evenly over 5 workers"),
         (["study=herding", "jobs=0"], "jobs must be a whole number of at least 1, got 0"),

@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 from synthetic_studies import answers, settings_of
 
 from experiments.studies import rates
@@ -87,3 +88,10 @@ def test_the_table_shows_the_reference_beside_our_exponents():
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     ours = next(line for line in lines if line[:2] == ["least squares", "CD-GraB"])
     assert (ours[3], ours[5]) == ("−2.6", "−2.9") and ours[2].startswith("−2 [")
+
+
+def test_every_part_says_which_seeds_it_holds():
+    settings = OmegaConf.merge(settings_of("rates", "smoke"), {"seeds": 7})
+    parts = list(rates.parts(settings))
+    assert {(part.key["first_seed"], part.key["last_seed"]) for part in parts} == {(0, 4), (5, 6)}
+    assert parts[-1].compute()["seed"] == [5, 6]

@@ -24,7 +24,7 @@ _looks = ContextVar("looks", default=1)
 
 @contextmanager
 def looking(times: int) -> Iterator[None]:
-    """Within it, intervals are wider and p values larger, for results that are judged so many times while seeds are
+    """Within it, intervals are wider and p values larger, for results that are judged this many times while seeds are
     added: every look has an equal share of the 5 % (Bonferroni), so that all of them together err no more often."""
     token = _looks.set(times)
     try:

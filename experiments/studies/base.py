@@ -21,12 +21,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, pairwise
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
@@ -94,8 +94,7 @@ class Study:
     @property
     def looks(self) -> list[int]:
         """After how many seeds the claims are judged. More are added only while a claim is undecided."""
-        seeds = self.settings.seeds
-        return [seeds] if isinstance(seeds, int) else list(seeds)
+        return _looks(self.settings.seeds)
 
     @property
     def seeds(self) -> int:
@@ -103,7 +102,7 @@ class Study:
         return self.manifest().get("seeds", self.looks[-1])
 
     def at(self, seeds: int) -> Study:
-        """The same study with so many seeds."""
+        """The same study with this many seeds."""
         return replace(self, settings=OmegaConf.merge(self.settings, {"seeds": seeds}))
 
     @property
@@ -129,7 +128,7 @@ class Study:
         return all(_name(part.key, parts) in done for part in parts)
 
     def verdicts(self, seeds: int | None = None) -> list[Verdict]:
-        """With so many seeds, or all that it has taken. A claim is judged at every look; its first decision stands."""
+        """With this many seeds, or all it has taken. A claim is judged at every look; its first decision stands."""
         found: dict[str, Verdict] = {}
         with looking(len(self.looks)):
             for look in (look for look in self.looks if look <= (seeds or self.seeds)):
@@ -188,8 +187,7 @@ def compose_study(overrides: list[str]) -> Study:
     plain = _settings(compose_config([*presets, *chosen], "study").study)
     config = compose_config([*presets, *overrides], "study")
     settings = _settings(config.study)
-    for seeds in [settings.seeds] if isinstance(settings.seeds, int) else settings.seeds:
-        count("study.seeds", seeds, 1)
+    _looks(settings.seeds)
     before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
     changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
     data = {task: _source(task, config.data) for task in settings.get("tasks", ())}
@@ -203,7 +201,9 @@ def compose_study(overrides: list[str]) -> Study:
 def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     _refuse_other_settings(study)
-    if study.complete() and study.manifest().get("status") == "finished":
+    before = study.manifest()
+    finished = before.get("status") == "finished" and _looks(before["settings"]["seeds"]) == study.looks
+    if finished and study.complete():
         return
     study.directory.mkdir(parents=True, exist_ok=True)
     with locked(study.directory):
@@ -221,7 +221,8 @@ def _refuse_other_settings(study: Study) -> None:
 
 def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
     """With more and more seeds, until every claim is decided or there are as many as the settings allow."""
-    parts, before = study.parts(), study.manifest()
+    before = study.manifest()
+    parts = [part for look in reversed(study.looks) for part in study.at(look).parts()]
     done = {_name(line, parts): line for line in study.lines()}
     what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
     manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
@@ -237,7 +238,7 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
             done[_name(part.key, parts)] = part.key | columns
             records.append(study.directory, part.key | columns)
         _write_in_order(study, done, parts)
-        if look == study.looks[-1] or all(verdict.answer != UNDECIDED for verdict in study.verdicts(look)):
+        if look == study.looks[-1] or not any(verdict.needs_seeds for verdict in study.verdicts(look)):
             break
     records.write_manifest(study.directory / records.MANIFEST, records.finish(manifest, seeds=look))
 
@@ -300,8 +301,8 @@ def _source(task: str, data: str) -> dict:
 
 def _differs(key: str, before: object, now: object) -> bool:
     """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are."""
-    if key == "seeds":
-        return max([before] if isinstance(before, int) else before) > max([now] if isinstance(now, int) else now)
+    if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
+        return _looks(before) != _looks(now)[: len(_looks(before))]
     return not set(before) <= set(now) if key == "sorters" else before != now
 
 
@@ -312,11 +313,20 @@ def _settings(config: DictConfig) -> DictConfig:
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
+def _looks(seeds: int | Sequence[int]) -> list[int]:
+    looks = [seeds] if isinstance(seeds, str) or not isinstance(seeds, Sequence) else list(seeds)
+    for look in looks:
+        count("study.seeds", look, 1)
+    if not looks or any(before >= after for before, after in pairwise(looks)):
+        raise CdgrabError(f"study.seeds must be a whole number, or several that ascend, got {looks}")
+    return looks
+
+
 def _name(line: dict, parts: list[Part]) -> str:
     return json.dumps([line.get(name) for name in parts[0].key])
 
 
 def _write_in_order(study: Study, lines: dict[str, dict], parts: list[Part]) -> None:
     """The lines of the study's parts, in their order: parts are finished in any."""
-    names = [_name(part.key, parts) for part in parts]
+    names = dict.fromkeys(_name(part.key, parts) for part in parts)
     records.rewrite(study.directory, (lines[name] for name in names if name in lines))

@@ -23,9 +23,10 @@ says why). Intervals are over seeds, those of times over pairs of epochs; what i
 rate or worker count holds where it holds at each, and fails where it fails at one; the line shows which decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
-decision stands, and the column `seeds` says how many it took. Who looks often errs more often, so every look has an
-equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four times as
-large. A study that looks once has 95 % intervals.
+decision stands, and the column `seeds` says how many it took. Judging repeatedly makes errors more likely, so every
+look has an equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four
+times as large. A study that looks once has 95 % intervals; so have tables and figures of the notebooks, which show all
+seeds.
 
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """

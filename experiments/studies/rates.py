@@ -52,7 +52,8 @@ def parts(settings: DictConfig) -> Iterator[Part]:
     """One part for every problem, setting, sorter and some seeds, which are computed at once."""
     for first, (problem, options) in product(range(0, settings.seeds, AT_ONCE), settings.problems.items()):
         for case in _cases(settings, problem, options):
-            yield Part(case | {"first_seed": first}, partial(_run, settings, case, first))
+            seeds = range(first, min(first + AT_ONCE, settings.seeds))
+            yield Part(case | {"first_seed": first, "last_seed": seeds[-1]}, partial(_run, settings, case, seeds))
 
 
 def final_gaps(
@@ -98,8 +99,7 @@ def _cases(settings: DictConfig, problem: str, options: DictConfig) -> list[dict
     return [{"problem": problem, "sweep": name, "sorter": sorter} | usual | change for name, sorter, change in named]
 
 
-def _run(settings: DictConfig, case: dict, first: int) -> dict[str, list]:
-    seeds = range(first, min(first + AT_ONCE, settings.seeds))
+def _run(settings: DictConfig, case: dict, seeds: range) -> dict[str, list]:
     workers, units = case["workers"], case["units"]
     ridge = settings.problems[case["problem"]].ridge
     problem = make_problem(case["problem"], seeds, workers * units, settings.dim, case["noise"], ridge)

@@ -7,6 +7,7 @@ CD-GraB that take turns in the same processes, and are compared as ratios: other
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -139,14 +140,15 @@ def _time_ratio(task: TaskResults, rows: DataFrame, mode: str, by: str, where: s
     ratios = {count: estimate(some) for count, some in select(rows, mode=mode).groupby(by)["time"]}
     pairs = min(ratio.seeds for ratio in ratios.values())
     note = f"mean ratio of {pairs} pairs of epochs where it decides, {{cell}} {by}"
-    return judge_every(words, ratios, note, most=MOST_TIME)
+    return replace(judge_every(words, ratios, note, most=MOST_TIME), over_seeds=False)
 
 
 def _time_stays(task: TaskResults) -> Verdict:
     rows = select(task.simulated, mode=FIXED)
     exponents = power_exponents(rows.assign(seed=rows["epoch"]), "workers", "time")
     words = f"{task.name}, fixed batch: the ratio of times does not grow with the workers, on one process"
-    return judge(words, exponents, "exponent in workers, fitted epoch by epoch", most=NO_GROWTH)
+    verdict = judge(words, exponents, "exponent in workers, fitted epoch by epoch", most=NO_GROWTH)
+    return replace(verdict, over_seeds=False)
 
 
 def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
@@ -156,7 +158,8 @@ def _bytes_ratio(task: TaskResults, mode: str) -> Verdict:
     ratios = {count: counted(some.iloc[0]) for count, some in rows.groupby("processes")["traffic"]}
     words = f"{task.name}, {'one unit' if mode == WEAK else 'several units'} per process and step"
     note = "ratio of bytes where it is largest, {cell} processes"
-    return judge_every(f"{words}: CD-GraB sends as much as D-RR", ratios, note, most=MOST_BYTES)
+    verdict = judge_every(f"{words}: CD-GraB sends as much as D-RR", ratios, note, most=MOST_BYTES)
+    return replace(verdict, over_seeds=False)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

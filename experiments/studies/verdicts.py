@@ -13,7 +13,7 @@ from experiments.report.text import signed, table
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 KEPT_ADVANTAGE = 0.8  # the least share of the advantage over the baseline that an approximation should keep
-MANY = 1000  # values: more than anybody will compute
+MOST_VALUES = 1000  # more than anybody will compute
 IN_PER_CENT = "difference in % of D-RR's train loss"
 Measured = Estimate | Sequence[float]  # one value per seed
 
@@ -27,7 +27,12 @@ class Verdict:
     measured: str
     threshold: str
     note: str = ""
-    seeds: int = 0  # that it took
+    seeds: int = 0  # how many it took to decide
+    over_seeds: bool = True  # times are not: more seeds would not decide
+
+    @property
+    def needs_seeds(self) -> bool:
+        return self.over_seeds and self.answer == UNDECIDED
 
 
 def judge(words: str, measured: Measured, note: str = "", unless: str = "", **limits: float) -> Verdict:
@@ -73,7 +78,8 @@ def threshold(least: float = -math.inf, most: float = math.inf) -> str:
 def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
     for verdict in verdicts:
         row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [interval]": verdict.measured}
-        yield row | {"threshold": verdict.threshold, "seeds": str(verdict.seeds), "note": verdict.note}
+        seeds = str(verdict.seeds) if verdict.over_seeds else "–"
+        yield row | {"threshold": verdict.threshold, "seeds": seeds, "note": verdict.note}
 
 
 def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
@@ -95,9 +101,9 @@ def _missing(measured: Estimate, least: float = -math.inf, most: float = math.in
     if not (math.isfinite(half) and distance):
         return ""
     needed = measured.seeds * (half / distance) ** 2
-    if needed >= MANY:
-        return f"even {MANY:,} values would not decide"
-    return f"about {float(f'{needed:.2g}'):.0f} values would decide"
+    if needed >= MOST_VALUES:
+        return f"even {MOST_VALUES:,} values would not decide"
+    return f"about {max(measured.seeds + 1, math.ceil(float(f'{needed:.2g}')))} values would decide"
 
 
 # -- sorters compared seed by seed: the same data, split and partition, only the order differs -------------------------

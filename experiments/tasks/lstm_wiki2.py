@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import numpy as np
@@ -17,6 +18,7 @@ from experiments.tasks.base import DTYPES, Task, initialised, perplexity
 from experiments.tasks.settings import flag, limit, whole
 
 EVALUATED_AT_ONCE = {"cpu": 560, "cuda": 16384}  # words; each has a score for every word of the vocabulary
+IN_REGISTERS = 64  # the largest hidden size whose matrices a program of `lstm_kernels` can hold
 Carry = tuple[Tensor, Tensor]  # hidden and cell state, [layers, columns, hidden] each
 
 
@@ -115,7 +117,9 @@ class LstmWiki2(Task):
             carry = tuple(torch.zeros_like(state) for state in carry)
         return write_gradients(parameters, carry, *batch_and_target)
 
-    write_gradients = _write_gradients if find_spec("triton") else None
+    @property
+    def write_gradients(self) -> Callable[..., tuple] | None:
+        return self._write_gradients if find_spec("triton") and self.config.hidden <= IN_REGISTERS else None
 
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         if split == "train":

@@ -109,7 +109,7 @@ class Member:
     def diverged(self, epochs_done: int, where: str) -> DivergedError:
         kept = "no epoch was finished"
         if epochs_done:
-            kept = f"the checkpoint of epoch {epochs_done} and the metrics so far are kept in {self.run.directory}"
+            kept = f"the metrics so far and the last checkpoint, if there is one, are kept in {self.run.directory}"
         return DivergedError(
             f"training diverged in epoch {epochs_done + 1} {where}: the loss is no longer finite with "
             f"task.lr={self.config.task.lr:g}; {kept}"
