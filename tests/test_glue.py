@@ -359,6 +359,13 @@ def test_the_checkpoint_of_the_same_sorter_is_loaded(settings, gpt2_runs, tmp_pa
         assert torch.equal(bodies[sorter], saved)
         assert f"checkpoint fig11_gpt2_wiki103/novels/{sorter}-s0" in task.source.checksums
     assert not torch.equal(*bodies.values())
+    fresh = make(settings, "task.encoder=random_gpt2", "sorter=d_rr")
+    assert body_of(fresh).shape == bodies["d_rr"].shape and not torch.equal(body_of(fresh), bodies["d_rr"])
+    assert float(fresh.model.body.tokens.weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(body_of(fresh), body_of(make(settings, "task.encoder=random_gpt2", "sorter=cd_grab")))
+    assert not torch.equal(
+        body_of(fresh), body_of(make(settings, "task.encoder=random_gpt2", "task.pretrained_seed=0", "seed=1"))
+    )
     named = make(settings, "task.encoder=tiny_gpt2", f"task.checkpoint={folder}", "seed=7")
     assert torch.equal(body_of(named), bodies["d_rr"])
     assert torch.equal(
@@ -423,10 +430,16 @@ def test_a_smoke_run(settings, tmp_path, kind):
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert {"train_loss", "val_loss", "val_accuracy", "val_accuracy_mm"} <= lines[-1].keys() and len(lines) == 2
     manifest = read_manifest(tmp_path / "run")
-    assert manifest["data"]["rows"] == {"all": 3 * ROWS, "train": ROWS, "validation": 2 * ROWS, "skipped": 0}
+    rows, labels = manifest["data"]["rows"], make(settings, "task.dataset=MNLI").data["test"][-1][:ROWS]
+    largest = max(int((labels == label).sum()) for label in range(3))
+    counts = {"all": 3 * ROWS, "train": ROWS, "validation": 2 * ROWS, "skipped": 0, "largest_class": largest}
+    assert rows == counts
     assert any(
         name.startswith("encoder " if kind == "frozen" else "checkpoint ") for name in manifest["data"]["checksums"]
     )
+
+
+ROWS_OF_A_RUN = {"all": 9, "validation": 4, "largest_class": 1}
 
 
 def write_run(folder, dataset, sorter, seed, accuracies, mismatched=None):
@@ -450,7 +463,7 @@ def write_run(folder, dataset, sorter, seed, accuracies, mismatched=None):
         },
         "config": {"columns": "task.dataset"},
         "science": science | {"task.encoder_name": "some-encoder"},
-        "data": {"embedded": False, "papers_own": True, "description": f"GLUE {dataset}", "rows": {"all": 9}},
+        "data": {"embedded": False, "papers_own": True, "description": f"GLUE {dataset}", "rows": ROWS_OF_A_RUN},
     }
     (run / "manifest.json").write_text(json.dumps(manifest))
 
@@ -467,14 +480,14 @@ def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:5]]
     assert cells == [
         [
-            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 2 seeds"),
+            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 2 seeds", "50.00"),
             *("65.91 ± 0.46", "65.42 ± 0.36", "+0.49"),
         ],
         [
-            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "2 of 2 seeds"),
+            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "2 of 2 seeds", "50.00"),
             *("64.36 ± 2.03", "63.93 ± 1.63", "+0.43"),
         ],
-        ["RTE", "60.50 ± 0.71", "59.00 ± 0.00", "+1.50 ± 0.71", "2 of 2 seeds", "–", "–", "–"],
+        ["RTE", "60.50 ± 0.71", "59.00 ± 0.00", "+1.50 ± 0.71", "2 of 2 seeds", "25.00", "–", "–", "–"],
     ]
     assert "GLUE RTE, 9 rows · size quick" in text and "linear head on frozen some-encoder" in text
     drawn = figures_glue.figure(sweep, "title")
@@ -486,6 +499,6 @@ def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
 @packaged_sentences
 def test_the_experiment_has_the_papers_settings():
     config = compose(["experiment=table1_glue", "data=embedded", "size=paper"]).config
-    assert (config.epochs, config.task.batch, config.task.encoder, config.seeds.paper) == (10, 32, "tiny_gpt2", 3)
+    assert (config.epochs, config.task.batch, config.task.encoder, config.seeds.paper) == (10, 32, "tiny_gpt2", 5)
     assert (config.task.optimiser, config.task.lr, config.task.weight_decay) == ("adamw", 5e-4, 1e-4)
     assert config.task.schedule.kind == "linear" and config.task.pretrained_by == "cd_grab"

@@ -37,6 +37,12 @@ class Row:
         """CD-GraB − D-RR, by seed; empty if one of the two is missing."""
         return (self.best(OURS) - self.best(BASELINE)).dropna()
 
+    def majority(self) -> float | None:
+        """The accuracy of always saying the largest class; None if the runs do not say."""
+        rows = self.group.manifests[0]["data"]["rows"]
+        parts = 1 + ("val_accuracy_mm" in self.group.metrics)  # two of about equal size
+        return 100.0 * rows["largest_class"] * parts / rows["validation"] if "largest_class" in rows else None
+
     def papers(self) -> dict[str, tuple[float, float]]:
         """The paper's mean and std by sorter; empty if its table lacks the dataset."""
         numbers = published(EXPERIMENT, self.metric, column=self.group.column)
@@ -55,12 +61,13 @@ def summary(sweep: Sweep) -> str:
     """Table 1 in Markdown: ours, the difference paired by seed, and the paper's numbers."""
     lines = []
     for row in rows(sweep):
-        difference, papers = row.difference(), row.papers()
+        difference, papers, majority = row.difference(), row.papers(), row.majority()
         lines.append(
             {"dataset": row.name}
             | {name: mean_std(row.best(sorter), 2) for name, sorter in PAIR.items()}
             | {"difference": mean_std(difference, 2, sign="+")}
             | {"better on": f"{int((difference > 0).sum())} of {len(difference)} seeds"}
+            | {"majority class": "–" if majority is None else f"{majority:.2f}"}
             | {f"paper: {name}": "{:.2f} ± {:.2f}".format(*papers[s]) if papers else "–" for name, s in PAIR.items()}
             | {"paper: difference": f"{papers[OURS][0] - papers[BASELINE][0]:+.2f}" if papers else "–"}
         )
@@ -151,5 +158,7 @@ def _encoder(group: Group) -> str:
     """Which encoder, and the runs that trained it if they are ours."""
     if group.setting("task.encoder") == "frozen":
         return f"linear head on frozen {group.setting('task.encoder_name')}"
+    if group.setting("task.encoder") == "random_gpt2":
+        return "Tiny GPT-2 with new initial weights, trained as a whole"
     folders = {name for manifest in group.manifests for name in pretrained_by(manifest)}
     return f"Tiny GPT-2 of {', '.join(sorted(folders))}, trained on as a whole"

@@ -48,6 +48,13 @@ class Classifier(nn.Module):
         return self.head(hidden.gather(-2, position).squeeze(-2))
 
 
+def untrained(body: Body) -> Body:
+    """A body of the same sizes with new initial weights."""
+    tokens, positions, blocks = body.tokens, body.positions, body.blocks
+    sizes = (tokens.num_embeddings, positions.num_embeddings, tokens.embedding_dim, len(blocks))
+    return Body(*sizes, heads=blocks[0].attention.heads)
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A model, its tokenizer, and the run that trained it."""

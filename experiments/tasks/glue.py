@@ -1,8 +1,9 @@
 """GLUE: sentences, or pairs of them, are classified (paper: Table 1).
 
-There are two encoders. `tiny_gpt2`, as in the paper: the language model from the GPT-2 experiment with the same sorter
-is fine-tuned as a whole, with a classification head. `frozen`, as in an earlier version of the paper: a sentence
-encoder is kept as it is; its outputs are computed once, and only a linear head on them is trained.
+There are three encoders. `tiny_gpt2`, as in the paper: the language model from the GPT-2 experiment with the same
+sorter is fine-tuned as a whole, with a classification head. `random_gpt2`: the same model with new initial weights,
+which shows what pretraining contributes. `frozen`, as in an earlier version of the paper: a sentence encoder is kept as
+it is; its outputs are computed once, and only a linear head on them is trained.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from cdgrab import streams
 from experiments.data import encoder, glue
 from experiments.data.sources import Source, sha256
 from experiments.tasks.base import DTYPES, Classification, initialised
-from experiments.tasks.finetuning import Classifier, load_pretrained
+from experiments.tasks.finetuning import Classifier, load_pretrained, untrained
 from experiments.tasks.settings import limit, one_of, text
 
-EVALUATED_AT_ONCE = {"frozen": 4096, "tiny_gpt2": 256}  # rows
+EVALUATED_AT_ONCE = {"frozen": 4096, "tiny_gpt2": 256, "random_gpt2": 256}  # rows
 Texts = dict[str, list[tuple[str, ...]]]  # by split
 
 
@@ -41,7 +42,7 @@ class Glue(Classification):
     """Units are rows: a sentence or a pair. MNLI's validation rows are the matched ones, then the mismatched."""
 
     name = "glue"
-    settings = {"encoder": one_of("frozen", "tiny_gpt2"), "pooling": one_of(*encoder.POOLINGS)}
+    settings = {"encoder": one_of("frozen", "tiny_gpt2", "random_gpt2"), "pooling": one_of(*encoder.POOLINGS)}
     settings |= {"encoder_name": text, "checkpoint": text, "limit": limit, "validation_limit": limit}
 
     @staticmethod
@@ -65,6 +66,7 @@ class Glue(Classification):
         self.evaluated_at_once = EVALUATED_AT_ONCE[config.encoder]
         units = {"train": self.train_units, "validation": self.test_units}
         self.rows = {"all": sum(units.values()), **units, "skipped": sentences.skipped}
+        self.rows["largest_class"] = int(np.bincount(validation[0].labels).max())  # of the first validation part
         self.model = initialised(encoded.build_model, seed, config.dtype, device)
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
@@ -108,10 +110,13 @@ def _tiny_gpt2(task: Glue, texts: Texts, texts_key: dict, classes: int, seed: in
     for split, some in texts.items():
         arrays = pretrained.tokenise(some, texts_key | {"split": split})
         inputs[split] = tuple(torch.as_tensor(array, device=device) for array in arrays)
-    return Encoded(inputs, lambda: Classifier(pretrained.model.body, classes), pretrained.checksums)
+    body = pretrained.model.body
+    if config.encoder == "random_gpt2":
+        return Encoded(inputs, lambda: Classifier(untrained(body), classes), {})
+    return Encoded(inputs, lambda: Classifier(body, classes), pretrained.checksums)
 
 
-ENCODERS = {"frozen": _frozen, "tiny_gpt2": _tiny_gpt2}
+ENCODERS = {"frozen": _frozen, "tiny_gpt2": _tiny_gpt2, "random_gpt2": _tiny_gpt2}
 
 
 def _some(part: glue.Part, limit: int | None) -> glue.Part:
