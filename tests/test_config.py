@@ -15,7 +15,7 @@ from experiments.launch import main as sweep_main
 from experiments.tasks import TASKS, make_task
 from experiments.training import composition
 from experiments.training.composition import choices, compose_config
-from experiments.training.config import compose
+from experiments.training.config import compose, refuse_other_settings
 from experiments.training.launcher import process_count
 
 
@@ -50,6 +50,13 @@ def test_every_sweep_of_an_experiment_names_settings_that_exist(experiment):
         for sweep in filter(None, sweeps):
             first = [f"{key}={str(values).partition(',')[0]}" for key, values in sweep.items()]
             compose([f"experiment={experiment}", "data=embedded", f"size={size}", *first])
+
+
+def test_a_stored_run_is_continued_wherever_it_was_made_but_not_with_other_settings():
+    run = compose(["task=lr_hmda", "data=embedded"])
+    refuse_other_settings(run, run.science | {"task.device": "cuda", "threads": 8}, run.directory)
+    with pytest.raises(CdgrabError, match=r"other settings \(task.lr 7 there, 0.0\d+ here\)"):
+        refuse_other_settings(run, run.science | {"task.lr": 7}, run.directory)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

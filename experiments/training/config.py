@@ -94,7 +94,7 @@ def refuse_other_settings(run: Run, stored: dict, holder: Path) -> None:
         raise CdgrabError(f"{holder} holds something else than a run; choose another run_dir")
     unsaid = UNSAID | flatten({"task": task_defaults()})
     now, stored = unsaid | run.science, unsaid | stored
-    common = stored.keys() & now.keys()
+    common = (stored.keys() & now.keys()) - DEPLOYMENT  # some of them counted as science in earlier versions
     if details := differences({key: stored[key] for key in common}, {key: now[key] for key in common}):
         raise CdgrabError(f"{holder} holds a run with other settings ({details}); choose another run_dir")
 
