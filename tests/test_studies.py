@@ -315,7 +315,7 @@ def test_studies_leave_results_executed_notebooks_figures_and_verdicts(studied, 
     assert [section.partition(":")[0] for section in sections[1:]] == sorted(STUDIES)
     section = next(section for section in sections if section.startswith(f"{name}: "))
     table = section[section.index("| claim") :].partition("\n\n")[0]
-    assert table in printed and re.search(r"\*\*(holds|fails|undecided)\*\*", table)
+    assert table in printed and re.search(r"\*\*(holds|fails|equal|undecided)\*\*", table)
     assert "only shows that it runs" in section and f"{figure}.png)" in section
 
 

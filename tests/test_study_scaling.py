@@ -17,7 +17,7 @@ def measured(time=lambda workers: 1.2, traffic=1.0, growth=0.5, ours=0.0, loss=l
     rows = []
     for key in (part.key for part in scaling.parts(settings) if part.alone):
         sent = 0 if key["processes"] == 1 else 100
-        for epoch in range(4):
+        for epoch in range(8):
             seconds = {"d_rr_seconds": 1.0, "cd_grab_seconds": time(key["workers"]) + 0.01 * epoch}
             rows.append(key | {"epoch": epoch, "d_rr_bytes": sent, "cd_grab_bytes": traffic * sent} | seconds)
     return scaling.verdicts(pd.concat([table, pd.DataFrame(rows)], ignore_index=True), settings)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.report.statistics import Estimate, counted, estimate, looking, paired_p, power_exponents
+from experiments.report.statistics import Estimate, counted, estimate, looking, median, paired_p, power_exponents
 from experiments.studies.verdicts import judge, judge_every, threshold
 
 
@@ -49,6 +49,15 @@ def test_looking_again_and_again_errs_no_more_often_than_looking_once():
     with looking(4):
         assert 0.005 < wrong(looks) <= 0.05
     assert wrong(looks) > 0.08  # as if each were the only one
+
+
+def test_intervals_of_medians_by_hand():
+    """Six tosses of a coin are alike in 2 of 64 cases; of twelve at most 2 are heads in 79 of 4,096, or tails."""
+    assert median([3.0, 1.0, 2.0, 900.0, 5.0, 4.0]) == Estimate(3.5, 1.0, 900.0, 6)
+    assert median(range(5)) == Estimate(2.0, -math.inf, math.inf, 5) and math.isnan(median([]).mean)
+    assert median(range(12)) == Estimate(5.5, 2.0, 9.0, 12)
+    with looking(4):
+        assert median(range(12)) == Estimate(5.5, 1.0, 10.0, 12)
 
 
 def power_law(exponents, x=(4, 8, 16, 32), noise=0.0):
@@ -97,9 +106,43 @@ def test_answers(low, high, least, most, answer):
     assert (blocked.answer, blocked.note) == ("undecided", "no use; n")
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "answer"),
+    [
+        (-0.4, 0.5, "equal"),
+        (-0.4, -0.1, "holds"),
+        (0.1, 0.4, "fails"),
+        (-0.6, 0.1, "undecided"),
+        (-0.1, 9, "undecided"),
+    ],
+)
+def test_what_does_not_matter_is_equal(low, high, answer):
+    """Around 0, and around 1; a claim that there is more than that is judged likewise."""
+    measured = Estimate((low + high) / 2, low, high, 5)
+    shifted, mirrored = (
+        Estimate(sign * measured.mean, low, high, 5) for sign, low, high in ((1, 1 + low, 1 + high), (-1, -high, -low))
+    )
+    assert judge("x", measured, most=0.0, margin=0.5).answer == answer
+    assert judge("x", shifted, most=1.0, margin=0.5).answer == answer
+    assert judge("x", mirrored, least=0.0, margin=0.5).answer == answer
+    assert judge("x", measured, most=0.0).answer == answer.replace("equal", "undecided")
+    assert judge("x", measured, unless="no use", most=0.0, margin=0.5).answer == "undecided"
+    assert judge("x", measured, most=0.0, margin=0.5).needs_seeds == (answer == "undecided")
+
+
+def test_no_difference_is_called_one_as_rarely_as_it_says():
+    """Where the truth lies at the end of the margin, at most 2.5 % are called equal; where it is zero, nearly all."""
+    values = np.random.default_rng(0).normal(size=(400, 20))
+
+    def called_equal(truth):
+        return np.mean([judge("x", row + truth, most=0.0, margin=1.0).answer == "equal" for row in values])
+
+    assert called_equal(1.0) <= 0.04 and called_equal(0.0) > 0.85
+
+
 def test_thresholds_are_printed():
-    limits = ((-math.inf, -1.8), (2, math.inf), (-1.4, -0.7))
-    assert [threshold(*some) for some in limits] == ["≤ −1.8", "≥ 2", "−1.4 … −0.7"]
+    limits = ((-math.inf, -1.8), (2, math.inf), (-1.4, -0.7), (-math.inf, 0.0, 0.5))
+    assert [threshold(*some) for some in limits] == ["≤ −1.8", "≥ 2", "−1.4 … −0.7", "≤ 0 (± 0.5)"]
 
 
 def test_what_is_counted_has_no_interval():
@@ -129,11 +172,26 @@ def test_a_claim_about_every_cell_is_decided_by_one(cells, answer, deciding):
     assert (verdict.answer, note, verdict.measured) == (answer, f"at {deciding}", str(cells[deciding]))
 
 
+@pytest.mark.parametrize(
+    ("other", "answer", "deciding"), [(INSIDE, "equal", "a"), (FURTHER, "undecided", "b"), (OUTSIDE, "fails", "b")]
+)
+def test_a_claim_about_every_cell_is_equal_where_one_is_and_the_others_hold(other, answer, deciding):
+    verdict = judge_every("x", {"a": ACROSS, "b": other}, "at {cell}", most=0.0, margin=1.5)
+    assert (verdict.answer, verdict.note.partition(";")[0]) == (answer, f"at {deciding}")
+
+
 def test_what_a_decision_would_take_is_said():
     """Twice as far from the limit as it is now: four times the values."""
     assert judge("x", Estimate(-0.5, -1.5, 0.5, 5), most=0.0).note == "about 20 values would decide"
     assert judge("x", Estimate(-0.05, -1.05, 0.95, 5), most=0.0).note == "even 1,000 values would not decide"
     assert judge("x", Estimate(0.95, 0.75, 1.15, 8), least=0.9, most=1.5).note == "about 130 values would decide"
+    wide = Estimate(-0.1, -1.1, 0.9, 5)  # nearer to fitting between −0.5 and 0.5 than to excluding 0
+    assert judge("x", wide, most=0.0, margin=0.5).note == "about 31 values would decide"
+    assert (
+        judge("x", wide, most=0.0, margin=0.1).note
+        == judge("x", wide, most=0.0).note
+        == "about 500 values would decide"
+    )
     assert judge("x", [1.0], most=0.0).note == "" and judge("x", [-1.0, -1.0], most=0.0).note == ""
 
 

@@ -1,4 +1,5 @@
-"""What is more than chance over seeds? Means with Student's t intervals, paired t-tests, Holm's adjustment, slopes.
+"""What is more than chance over seeds? Means with Student's t intervals, medians, paired t-tests, Holm's adjustment,
+slopes.
 
 Importing scipy.stats takes as long as everything else here together, so it is imported where it is used.
 """
@@ -35,8 +36,8 @@ def looking(times: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its confidence interval; one seed says nothing about the spread. A number that is
-    `counted`, not measured, has neither seeds nor interval."""
+    """A mean or median over seeds with its confidence interval; one seed says nothing about the spread. A number that
+    is `counted`, not measured, has neither seeds nor interval."""
 
     mean: float
     low: float
@@ -64,6 +65,17 @@ def estimate(values: Sequence[float] | Estimate) -> Estimate:
         return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf, len(values))
     half = _t_quantile(len(values) - 1, _looks.get()) * values.std(ddof=1) / math.sqrt(len(values))
     return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
+
+
+def median(values: Sequence[float]) -> Estimate:
+    """The median and its 95 % interval (see `looking`) from one value to another, as many from both ends: whatever the
+    distribution, values are above or below its median like coins that are tossed."""
+    from scipy.stats import binom
+
+    values = np.sort(np.asarray(values, dtype=float))
+    outside = int(binom.ppf(ERROR / _looks.get() / 2, len(values), 0.5)) if len(values) else 0
+    low, high = (values[outside - 1], values[-outside]) if outside else (-math.inf, math.inf)
+    return Estimate(float(np.median(values)) if len(values) else math.nan, float(low), float(high), len(values))
 
 
 def counted(value: float) -> Estimate:

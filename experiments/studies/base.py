@@ -134,7 +134,7 @@ class Study:
             for look in (look for look in self.looks if look <= (seeds or self.seeds)):
                 then, earlier = self.at(look), found
                 new = self._module.verdicts(then.table, then.settings)
-                found = {verdict.claim: replace(verdict, seeds=look) for verdict in new}
+                found = {v.claim: replace(v, seeds=look) if v.over_seeds else v for v in new}
                 decided = {claim: v for claim, v in earlier.items() if v.answer != UNDECIDED and claim in found}
                 found |= decided
         return list(found.values())

@@ -14,10 +14,9 @@ from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
 from experiments.studies.base import Part, Study, trained
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import IN_PER_CENT, Verdict, difference, judge, judge_every, select
+from experiments.studies.verdicts import IN_PER_CENT, SAME_LOSS, Verdict, difference, judge, judge_every, select
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
-TOLERANCE = 0.5  # per cent of D-RR's loss
 LEARNED = 0.95  # a stable run ends below this share of its first loss; knowing class frequencies alone gains less
 APART = 1.13  # a factor between marks that would otherwise overlap
 
@@ -91,14 +90,14 @@ def _larger_rates(sweep: RateSweep) -> Verdict:
 
 def _best_rates(sweep: RateSweep) -> Verdict:
     words = f"{sweep.name}: each at its best rate, CD-GraB ends lower than D-RR"
-    return judge(words, difference(sweep.best_losses(), OURS), IN_PER_CENT, most=0.0)
+    return judge(words, difference(sweep.best_losses(), OURS), IN_PER_CENT, most=0.0, margin=SAME_LOSS)
 
 
 def _every_rate(sweep: RateSweep) -> Verdict:
-    words = f"{sweep.name}: at no stable rate does CD-GraB end more than 0.5 % higher"
+    words = f"{sweep.name}: at no stable rate does CD-GraB end more than {SAME_LOSS:g} % higher"
     by_rate = {rate: sweep.differences(rate) for rate in sweep.stable_rates(OURS, BASELINE)}
     note = "in % of D-RR's train loss where it decides, rate {cell:g}"
-    return judge_every(words, by_rate, note, "no rate is stable for both", most=TOLERANCE)
+    return judge_every(words, by_rate, note, "no rate is stable for both", most=SAME_LOSS)
 
 
 def _grows(sweep: RateSweep) -> Verdict:
@@ -107,7 +106,8 @@ def _grows(sweep: RateSweep) -> Verdict:
     if len(stable) < 2:
         return judge(words, [], unless="fewer than two rates are stable for both", least=0.0)
     growth = sweep.differences(stable[0]) - sweep.differences(stable[-1])
-    return judge(words, growth, f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}", least=0.0)
+    note = f"in % of D-RR's train loss, rate {stable[-1]:g} against {stable[0]:g}"
+    return judge(words, growth, note, least=0.0, margin=SAME_LOSS)
 
 
 # -- figure and table -------------------------------------------------------------------------------------------------

@@ -215,9 +215,9 @@ def _non_convex(gaps: Gaps) -> Iterator[Verdict]:
     yield from (*checks[BASELINE], *checks[OURS])
     yield from (gaps.slope(x, OURS, most=-NON_CONVEX_RATE, **upper) for x in SWEEPS)
     words = f"{label(OURS)}'s {gaps.gap} falls like workers^−2/3 and no faster"
-    convex = "close to a minimum this loss is convex, where the P.L. rates apply: no test of the worst case"
+    convex = "an upper bound: close to a minimum this loss is convex, where the P.L. rates apply"
     around = {"least": -NON_CONVEX_RATE - 0.2, "most": -NON_CONVEX_RATE + 0.2}
-    yield gaps.slope("workers", OURS, words, unless or convex, **around)
+    yield gaps.slope("workers", OURS, words, unless, convex, **around)
     yield gaps.slope("workers", BASELINE, most=-NON_CONVEX_RATE / 2, **baseline)
     yield gaps.steeper("workers", OURS, UNCOORDINATED, unless)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
 from experiments.report.statistics import Estimate, estimate
 from experiments.report.text import signed, table
 
-HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
+HOLDS, FAILS, EQUAL, UNDECIDED = "holds", "fails", "equal", "undecided"
+SAME_LOSS = 0.5  # per cent of D-RR's train loss: a smaller difference does not matter
 KEPT_ADVANTAGE = 0.8  # the least share of the advantage over the baseline that an approximation should keep
 MOST_VALUES = 1000  # more than anybody will compute
 IN_PER_CENT = "difference in % of D-RR's train loss"
@@ -27,8 +28,8 @@ class Verdict:
     measured: str
     threshold: str
     note: str = ""
-    seeds: int = 0  # how many it took to decide
-    over_seeds: bool = True  # times are not: more seeds would not decide
+    seeds: int = 0  # how many it took to decide; 0: they are not what was repeated
+    over_seeds: bool = True  # whether a study that adds seeds adds values to it
 
     @property
     def needs_seeds(self) -> bool:
@@ -38,8 +39,9 @@ class Verdict:
 def judge(words: str, measured: Measured, note: str = "", unless: str = "", **limits: float) -> Verdict:
     """Judge the claim that a number lies between `least` and `most`; measured: an estimate, or one value per seed.
 
-    holds: the whole interval is between them; fails: all of it is outside; undecided: anything else. `unless` is a
-    reason why this measurement cannot decide, whatever it says.
+    holds: the whole interval is between them; fails: all of it is outside; equal: neither, but all of it is within
+    `margin` of a limit, where differences do not matter; undecided: anything else. `unless` is a reason why this
+    measurement cannot decide, whatever it says.
     """
     measured = estimate(measured)
     answer = UNDECIDED if unless else _answer(measured, **limits)
@@ -48,7 +50,7 @@ def judge(words: str, measured: Measured, note: str = "", unless: str = "", **li
 
 
 def judge_every(words: str, cells: Mapping[object, Measured], note: str, without: str = "", **limits: float) -> Verdict:
-    """A claim about every cell: holds where all of them hold, fails where one fails, else undecided.
+    """A claim about every cell: fails where one fails, else undecided or equal where one is; holds where all hold.
 
     The cell that decides is shown: among those with that answer, the one furthest outside the limits (or, if all hold,
     nearest to them). `note` has a place {cell} for its name; `without` is the note if there are no cells.
@@ -57,7 +59,7 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
         return judge(words, [], unless=without, **limits)
     measured = {cell: estimate(values) for cell, values in cells.items()}
     answers = {cell: _answer(value, **limits) for cell, value in measured.items()}
-    answer = next((some for some in (FAILS, UNDECIDED) if some in answers.values()), HOLDS)
+    answer = next((some for some in (FAILS, UNDECIDED, EQUAL) if some in answers.values()), HOLDS)
 
     def outside(cell: object) -> float:
         low, high = measured[cell].low, measured[cell].high
@@ -67,40 +69,55 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
     return judge(words, measured[deciding], note.format(cell=deciding), **limits)
 
 
-def threshold(least: float = -math.inf, most: float = math.inf) -> str:
-    """≤ 1.1, ≥ 0.9 or 0.9 … 1.1"""
+def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
+    """A claim about something that is repeated a fixed number of times, with as many seeds or without any."""
+    return replace(verdict, seeds=seeds, over_seeds=False)
+
+
+def threshold(least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> str:
+    """≤ 1.1, ≥ 0.9 or 0.9 … 1.1, and the margin in brackets"""
+    within = f" (± {signed(margin)})" if margin else ""
     if math.isinf(least):
-        return f"≤ {signed(most)}"
-    return f"≥ {signed(least)}" if math.isinf(most) else f"{signed(least)} … {signed(most)}"
+        return f"≤ {signed(most)}{within}"
+    return f"≥ {signed(least)}{within}" if math.isinf(most) else f"{signed(least)} … {signed(most)}{within}"
 
 
 @table
 def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
     for verdict in verdicts:
         row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [interval]": verdict.measured}
-        seeds = str(verdict.seeds) if verdict.over_seeds else "–"
-        yield row | {"threshold": verdict.threshold, "seeds": seeds, "note": verdict.note}
+        yield row | {"threshold": verdict.threshold, "seeds": str(verdict.seeds or "–"), "note": verdict.note}
 
 
-def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf) -> float:
-    """By how much `low` is too low or `high` is too high."""
+def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
+    """By how much `low` is too low or `high` is too high; the margin does not count."""
     return max(least - low, high - most)
 
 
 def _answer(measured: Estimate, **limits: float) -> str:
-    if not math.isfinite(measured.low + measured.high):
+    low, high = measured.low, measured.high
+    if not math.isfinite(low + high):
         return UNDECIDED
-    if _excess(measured.low, measured.high, **limits) <= 0:
+    if _excess(low, high, **limits) <= 0:
         return HOLDS
-    return FAILS if _excess(measured.high, measured.low, **limits) > 0 else UNDECIDED
+    if _excess(high, low, **limits) > 0:
+        return FAILS
+    return EQUAL if max(_distance(low, **limits), _distance(high, **limits)) <= limits.get("margin", 0.0) else UNDECIDED
 
 
-def _missing(measured: Estimate, least: float = -math.inf, most: float = math.inf) -> str:
-    """How many values would decide if mean and spread stayed what they are: intervals shrink with their root."""
-    half, distance = (measured.high - measured.low) / 2, min(abs(measured.mean - limit) for limit in (least, most))
-    if not (math.isfinite(half) and distance):
+def _distance(value: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
+    """From the nearest limit, wherever its margin ends."""
+    return min(abs(value - least), abs(value - most))
+
+
+def _missing(measured: Estimate, **limits: float) -> str:
+    """How many values would decide if mean and spread stayed what they are: intervals shrink with their root. They
+    must exclude the limit, or else fit into the margin around it."""
+    half, distance = (measured.high - measured.low) / 2, _distance(measured.mean, **limits)
+    room = max(distance, limits.get("margin", 0.0) - distance)
+    if not (math.isfinite(half) and room):
         return ""
-    needed = measured.seeds * (half / distance) ** 2
+    needed = measured.seeds * (half / room) ** 2
     if needed >= MOST_VALUES:
         return f"even {MOST_VALUES:,} values would not decide"
     return f"about {max(measured.seeds + 1, math.ceil(float(f'{needed:.2g}')))} values would decide"
@@ -129,7 +146,7 @@ def difference(rows: DataFrame, sorter: str, other: str = BASELINE, metric: str 
 
 def ends_lower(rows: DataFrame, what: str, sorter: str, other: str = BASELINE) -> Verdict:
     words = f"{what}: {sorter_label(sorter)} ends lower than {sorter_label(other)}"
-    return judge(words, difference(rows, sorter, other), IN_PER_CENT, most=0.0)
+    return judge(words, difference(rows, sorter, other), IN_PER_CENT, most=0.0, margin=SAME_LOSS)
 
 
 def keeps_the_advantage(rows: DataFrame, what: str, sorter: str) -> Verdict:
