@@ -5,6 +5,7 @@ import math
 import signal
 from itertools import count
 
+import numpy as np
 import pytest
 
 from cdgrab.errors import CdgrabError, DivergedError, Stopped
@@ -13,6 +14,7 @@ from experiments import launch
 from experiments.report.runs import Group
 from experiments.report.tables import summary
 from experiments.store import checkpoint
+from experiments.store.files import RUNS
 from experiments.store.records import read_manifest, read_metrics
 from experiments.training import session
 from experiments.training.config import compose
@@ -192,6 +194,19 @@ def test_float32_agrees_within_rounding(tmp_path):
     alone, together = both(tmp_path, [[*task, f"seed={seed}"] for seed in range(2)])
     for one, other in zip(alone, together, strict=True):
         assert lines(other)[-1]["train_loss"] == pytest.approx(lines(one)[-1]["train_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("sorter", ["cd_grab", "d_rr"])
+def test_on_a_gpu_a_hundred_epochs_together_end_where_they_end_alone(sorter):
+    """LeNet, 64 workers, the same settings in two figures: Figure 12's first seeds trained alone, Figure 4's in one
+    group. Roundings differ and training amplifies them, but less than seeds differ."""
+    alone, together = (RUNS / "cifar10" / name / "CIFAR-10" for name in ("fig12_cifar10_lr", "fig4_cifar10_workers"))
+    folders = [(folder / f"{sorter}-s{seed}") for seed in range(5) for folder in (alone, together)]
+    assert [read_manifest(folder).get("replicas", 1) for folder in folders] == [1, 20] * 5
+    losses = [[line["train_loss"] for line in read_metrics(folder / "metrics.jsonl")] for folder in folders]
+    levels = np.reshape([np.mean(values[50:]) for values in losses], (5, 2))
+    assert [values[0] for values in losses[::2]] == pytest.approx([values[0] for values in losses[1::2]], abs=5e-4)
+    assert abs(np.diff(levels).mean()) < 0.5 * levels[:, 0].std(ddof=1)
 
 
 def test_times_of_runs_that_trained_together_are_not_shown(tmp_path, monkeypatch):
