@@ -31,8 +31,11 @@ TASKS = {
     "attention": ["task=gpt2_wiki103", "workers=2", "task.limit=8", "task.valid_limit=4", "compile=off"],
     "adamw": ["task=lr_hmda", "workers=4", "task.batch=4", "task.limit=40", "task.optimiser=adamw", "compile=off"],
 }
+TASKS["sparsifiers"] = TASKS["data split by seed"]
 TASKS["a carry, backward passes"] += ["task.chunk_length=8", "task.test_chunks=2", "task.test_columns=4"]
 MIXED = [("cd_grab", 0), ("d_rr", 1), ("cd_grab", 2), ("grab", 0), ("riffle", 1)]
+SPARSE = [["sparsifier=exdyna"], ["sparsifier=topk", "sparsifier.density=0.1"], ["sparsifier=deft"]]
+SPARSE += [["sparsifier=sidco", "sparsifier.error_feedback=false"], ["sparsifier=cltk"]]
 
 
 def lines(run):
@@ -44,7 +47,7 @@ def assert_same(run, other):
         assert one["order_hash"] == two["order_hash"]
         assert one.keys() - {"replicas"} == two.keys() - {"replicas"}
         for name in one:
-            if name.startswith(("train_", "test_", "val_", "herding")):
+            if name.startswith(("train_", "test_", "val_", "herding", "sparsifier")):
                 assert two[name] == pytest.approx(one[name], rel=1e-12)
 
 
@@ -63,8 +66,10 @@ def both(tmp_path, settings):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_group_gives_the_orders_and_losses_of_its_runs_alone(task, tmp_path):
-    mixed = MIXED if task == "data split by seed" else MIXED[:3]
+    mixed = MIXED if task in ("data split by seed", "sparsifiers") else MIXED[:3]
     settings = [[*TASKS[task], f"sorter={sorter}", f"seed={seed}"] for sorter, seed in mixed]
+    if task == "sparsifiers":
+        settings = [[*some, *sparse] for some, sparse in zip(settings, SPARSE, strict=True)]
     settings[1] += ["task.lr=0.001", "task.schedule.kind=linear"]
     settings[2] += ["task.lr=0.001", "task.clip=0.1"]
     alone, together = both(tmp_path, settings)
@@ -91,8 +96,9 @@ def test_herding_bounds_are_those_of_the_run(tmp_path):
         assert checkpoint.load(one.directory)["first_parameters"] is None  # the epoch that needed them is over
 
 
-def test_a_run_that_diverges_ends_alone(tmp_path, capsys):
-    task = [*TASKS["data split by seed"], "task.clip=null"]
+@pytest.mark.parametrize("sparsifier", ["dense", "exdyna"])
+def test_a_run_that_diverges_ends_alone(sparsifier, tmp_path, capsys):
+    task = [*TASKS["data split by seed"], "task.clip=null", f"sparsifier={sparsifier}"]
     settings = [[*task, "seed=0"], [*task, "seed=1", "task.lr=1e200"], [*task, "seed=2", "sorter=d_rr"]]
     together = made(tmp_path / "together", settings)
     assert session.carry_out(*together) == [0, DivergedError.status, 0]
@@ -111,10 +117,10 @@ def test_a_group_that_diverges_as_a_whole_says_so_of_every_run(tmp_path):
     assert session.carry_out(*together) == [DivergedError.status] * 2
 
 
-@pytest.mark.parametrize("blocks", [1, 7])
-def test_runs_of_a_stopped_group_go_on_alone_and_in_other_groups(blocks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("blocks", "more"), [(1, SPARSE[0]), (7, ["task.herding_replays=[1, 2]"])])
+def test_runs_of_a_stopped_group_go_on_alone_and_in_other_groups(blocks, more, tmp_path, monkeypatch):
     """Stopped in the middle of an epoch; one goes on alone, two in a group with a new run."""
-    task = [*TASKS["several units a step"], "checkpoint.every_steps=3", "task.herding_replays=[1, 2]"]
+    task = [*TASKS["several units a step"], "checkpoint.every_steps=3", *more]
     settings = [[*task, f"sorter={sorter}", f"seed={seed}"] for sorter, seed in MIXED[:4]]
     whole, runs = made(tmp_path / "whole", settings), made(tmp_path / "pieces", settings)
     session.carry_out(*whole)
@@ -149,8 +155,8 @@ def numbers(*settings, **options):
 
 def test_runs_that_differ_in_seed_sorter_or_rate_train_together():
     alike = (["seed=1"], ["sorter=d_rr"], ["task.lr=0.5"], ["task.schedule.kind=linear", "sorter=grab"])
-    others = (["workers=2"], ["task.hidden=7"], ["epochs=3"], ["task.weight_decay=0.1"], ["sparsifier=topk"])
-    assert numbers([], *alike, *others) == [[0, 1, 2, 3, 4, 8], [5], [6], [7], [9]]
+    others = (["workers=2"], ["task.hidden=7"], ["epochs=3"], ["task.weight_decay=0.1"], *SPARSE[:2])
+    assert numbers([], *alike, *others) == [[0, 1, 2, 3, 4, 8], [5], [6], [7], [9, 10]]
 
 
 def test_unit_gradients_are_not_computed_for_sorters_that_do_not_look():

@@ -99,7 +99,7 @@ def test_deft_takes_the_models_layers():
     found = compose(["data=embedded", "sparsifier=deft"])
     task = make_task(found.config, found.source, torch.device("cpu"))
     trainer = alone(found, task, WorkerGroup(4), torch.device("cpu"))
-    assert trainer.sparse_mean.sparsifier.layers == [p.numel() for p in task.model.parameters()]
+    assert trainer.members[0].sparse_mean.sparsifier.layers == [p.numel() for p in task.model.parameters()]
 
 
 def test_divergence_is_one_sentence(tmp_path, capsys):

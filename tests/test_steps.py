@@ -30,7 +30,7 @@ def both(overrides, device, block_steps, kept_steps=2):
         task = make_task(run.config, run.source, device)
         trainer = alone(run, task, WorkerGroup(run.config.workers), device)
         parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.loop.parameters, trainer.loop.first_carry)
-        parts += (trainer.sparse_mean,)
+        parts += (trainer.loop.averager,)
         observe = (lambda some: pieces.append(some.clone())) if trainer.per_unit else None
         options = {"block_steps": block_steps, "kept_steps": kept_steps, "observe": observe}
         made.append(kind(*parts, **(options if kind is CapturedSteps else {})))

@@ -11,7 +11,7 @@ from experiments.report.names import sorter_label as label
 from experiments.report.statistics import holm, paired_p
 from experiments.store.records import read_metrics
 from experiments.studies import learning_rate, sorters
-from experiments.studies.training import outcome, overrides, train
+from experiments.studies.training import TrainingRun, outcome, outcomes, overrides, train
 from experiments.studies.verdicts import difference
 from experiments.tasks import make_task
 from experiments.training.config import compose
@@ -23,7 +23,7 @@ from experiments.training.session import carry_out as ordinary_run
 def test_a_part_is_an_ordinary_run(tmp_path):
     run = overrides(settings_of("scaling", "smoke"), "lr_hmda", "cd_grab,rule=walk")
     ordinary_run(compose([*run, "seed=1", f"run_dir={tmp_path / 'run'}"]))
-    ordinary, ours = read_metrics(tmp_path / "run" / "metrics.jsonl"), train(run, seed=1)
+    ordinary, ours = read_metrics(tmp_path / "run" / "metrics.jsonl"), train([TrainingRun(tuple(run), seed=1)])[0]
     assert len(ours) == 1 + len(ordinary) and ours[0]["train_loss"] == pytest.approx(math.log(2))
     for mine, other in zip(ours[1:], ordinary, strict=True):
         assert {key: mine[key] for key in ("train_loss", "test_accuracy", "order_hash")} == {
@@ -33,7 +33,7 @@ def test_a_part_is_an_ordinary_run(tmp_path):
 
 def test_a_run_that_diverges_ends_early():
     run = overrides(settings_of("learning_rate", "smoke"), "lr_hmda", "d_rr", lr=1e308, epochs=4)
-    found = outcome(train(run, seed=0))
+    (found,) = outcomes([TrainingRun(tuple(run), seed=0)])
     assert found["epochs_done"][0] < 4 and found["start_loss"] == [pytest.approx(math.log(2))]
 
 

@@ -41,7 +41,7 @@ from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import RESULTS
 from experiments.store.lock import locked
-from experiments.studies.training import TrainingRun, alike, outcomes
+from experiments.studies.training import Columns, TrainingRun, alike, outcome, outcomes
 from experiments.studies.verdicts import UNDECIDED, Verdict
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
@@ -63,9 +63,9 @@ class Part:
     run: TrainingRun | None = None  # what is trained where `compute` is its outcome: runs that are alike train together
 
 
-def trained(key: dict, run_overrides: list[str], seed: int) -> Part:
+def trained(key: dict, run_overrides: list[str], seed: int, columns: Columns = outcome) -> Part:
     """A training run. Its columns are what it is judged by."""
-    run = TrainingRun(tuple(run_overrides), seed)
+    run = TrainingRun(tuple(run_overrides), seed, columns)
     return Part(key, partial(_outcome, run), run=run)
 
 

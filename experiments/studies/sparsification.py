@@ -18,7 +18,7 @@ from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import estimate
 from experiments.studies import sparsifiers
-from experiments.studies.base import Part
+from experiments.studies.base import Part, trained
 from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, layered, method_label, task_label
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, repeated, select
@@ -82,7 +82,7 @@ def _trainings(settings: DictConfig, seed: int) -> Iterator[Part]:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
                 run = overrides(settings, task, sorter, **changes)
                 key = _key("training", method, 0, TRAINED_DENSITY, seed, name, sorter)
-                yield Part(key, partial(sparsifiers.sparse_training, run, method, seed))
+                yield trained(key, sparsifiers.sparsified(run, method), seed, sparsifiers.by_epoch)
 
 
 def _part(seed: int, measure: str, compute: Callable, method: str, workers: int, density: float, *more: int) -> Part:

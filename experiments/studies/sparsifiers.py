@@ -18,7 +18,6 @@ from cdgrab.sparsify.simple import TopK
 from experiments.report.names import readable, task_name
 from experiments.store.records import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
-from experiments.studies.training import train
 
 OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
 STATIC, FIXED, FORGETFUL = "exdyna,rule=static", "exdyna,threshold=fixed", "exdyna,error_feedback=false"
@@ -210,14 +209,18 @@ class MatchedTopK(TopK):
 SPARSIFIERS[MATCHED] = MatchedTopK
 
 
-def sparse_training(run_overrides: list[str], method: str, seed: int) -> dict[str, list]:
-    """By epoch: train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
+def sparsified(run_overrides: list[str], method: str) -> list[str]:
+    """The run with this method, at the density at which methods are compared."""
     name, options = options_of(method)
     trained = MATCHED if name == TOPK else name
     chosen = [f"sparsifier={trained}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
     if name != DENSE:
         chosen.append(f"sparsifier.density={TRAINED_DENSITY}")
-    epochs = train([*run_overrides, *chosen], seed)
+    return [*run_overrides, *chosen]
+
+
+def by_epoch(epochs: list[dict]) -> dict[str, list]:
+    """Train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
     columns = {key: significant([line[key] for line in epochs]) for key in epochs[0]}
     for key in ("density", "imbalance", "bytes"):
         columns[key] = _column([line.get("sparsifier", {}).get(key) for line in epochs])

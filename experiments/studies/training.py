@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,6 +27,7 @@ from experiments.training.member import evaluated
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
 METRICS = ("train_", "test_", "herding_per_step")  # prefixes of the metrics that are kept
+Columns = Callable[[list[dict]], dict[str, list]]  # from a run's metrics by epoch, the untrained model's first
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
 
 
@@ -47,17 +48,31 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
     ]
 
 
+def outcome(epochs: list[dict]) -> dict[str, list]:
+    """The results of a run as columns of one row: every metric's mean over the last quarter of its epochs.
+
+    Single epochs vary more than sorters differ. `start_loss` is the loss of the untrained model. Metrics that are not
+    measured in every epoch are averaged over those in which they are.
+    """
+    last_quarter = epochs[1:][-max(1, (len(epochs) - 1) // 4) :]
+    names = [name for name in dict.fromkeys(key for line in epochs for key in line) if name.startswith(METRICS)]
+    means = {name: float(np.mean([line[name] for line in last_quarter if name in line] or [np.nan])) for name in names}
+    row = {"start_loss": epochs[0]["train_loss"], **means}
+    return {key: significant([value]) for key, value in row.items()} | {"epochs_done": [len(epochs) - 1]}
+
+
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run as part of a study."""
+    """A run as part of a study; `columns` gives its results."""
 
     overrides: tuple[str, ...]
     seed: int
+    columns: Columns = outcome
 
 
 def outcomes(runs: Sequence[TrainingRun]) -> list[dict[str, list]]:
-    """What runs that are `alike` are judged by. They train together, as many at a time as memory has room for."""
-    return [outcome(epochs) for epochs in _trained(runs)]
+    """The results of runs that are `alike`. They train together, as many at a time as memory has room for."""
+    return [run.columns(epochs) for run, epochs in zip(runs, train(runs), strict=True)]
 
 
 def alike(runs: Sequence[TrainingRun], parts: int) -> list[list[int]]:
@@ -66,12 +81,8 @@ def alike(runs: Sequence[TrainingRun], parts: int) -> list[list[int]]:
     return groups(composed, [False] * len(runs), parts, most=AT_ONCE)
 
 
-def train(run_overrides: list[str], seed: int) -> list[dict]:
-    """Metrics by epoch, starting with the untrained model; a run that diverges ends early."""
-    return _trained([TrainingRun(tuple(run_overrides), seed)])[0]
-
-
-def _trained(runs: Sequence[TrainingRun]) -> list[list[dict]]:
+def train(runs: Sequence[TrainingRun]) -> list[list[dict]]:
+    """Metrics by epoch of each run, starting with the untrained model; a run that diverges ends early."""
     runs, results = list(runs), []
     while runs:
         composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
@@ -104,19 +115,6 @@ def _with_seed(run: Run, seed: int, folder: Path) -> Run:
     config = deepcopy(run.config)
     config.seed = seed
     return replace(run, config=config, directory=folder)
-
-
-def outcome(epochs: list[dict]) -> dict[str, list]:
-    """The results of a run as columns of one row: every metric's mean over the last quarter of its epochs.
-
-    Single epochs vary more than sorters differ. `start_loss` is the loss of the untrained model. Metrics that are not
-    measured in every epoch are averaged over those in which they are.
-    """
-    last_quarter = epochs[1:][-max(1, (len(epochs) - 1) // 4) :]
-    names = [name for name in dict.fromkeys(key for line in epochs for key in line) if name.startswith(METRICS)]
-    means = {name: float(np.mean([line[name] for line in last_quarter if name in line] or [np.nan])) for name in names}
-    row = {"start_loss": epochs[0]["train_loss"], **means}
-    return {key: significant([value]) for key, value in row.items()} | {"epochs_done": [len(epochs) - 1]}
 
 
 def test_metric(task: str) -> str:

@@ -97,15 +97,23 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
 
 
 def together(
-    task: Task, flat: FlatParameters, compute: GradientFunction, how: str, owned: Tensor, lookers: int
+    task: Task,
+    flat: FlatParameters,
+    compute: GradientFunction,
+    how: str,
+    owned: Tensor,
+    lookers: int,
+    every_worker: bool = False,
 ) -> GradientFunction:
-    """`compute`, which returns means over the workers, for several runs at once: inputs and outputs [replicas, ...];
-    unit gradients only of the first `lookers` runs. owned [replicas, workers, ...]."""
+    """`compute`, which returns means over the workers, or with `every_worker` those of each, for several runs at once:
+    inputs and outputs [replicas, ...]; unit gradients only of the first `lookers` runs. owned [replicas, workers, ...].
+    """
     replicas, workers = owned.shape[:2]
     if how == "backward" and task.write_gradients and owned.is_cuda:
-        return at_once(task, flat, lookers)
+        function = at_once(task, flat, lookers)
+        return function if every_worker else summed(function, workers)
     function = over_replicas(compute, lookers, how)
-    if how == "backward" or task.first_carry(1) or lookers == replicas or workers * flat.dim < MANY:
+    if every_worker or how == "backward" or task.first_carry(1) or lookers == replicas or workers * flat.dim < MANY:
         return function
     others = vmap(pooled(task, flat))
     return mixed(function, others, lookers) if lookers else others
@@ -151,7 +159,7 @@ def mixed(looked_at: GradientFunction, others: GradientFunction, lookers: int) -
 
 
 def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
-    """For a task that has `write_gradients` and visits one unit per step."""
+    """For a task that has `write_gradients` and visits one unit per step; returns the gradients of every worker."""
     carried = len(task.first_carry(1))
 
     def function(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -160,17 +168,18 @@ def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
         gradients = parameters.new_empty(replicas, workers, flat.dim)
         into = flat.unflatten(gradients)
         losses, carry = task.write_gradients(flat.unflatten(parameters), inputs[:carried], *batch, into)
-        return gradients[:lookers, :, None], tree_sum(gradients.transpose(0, 1)) / workers, losses, *carry
+        return gradients[:lookers, :, None], gradients, losses, *carry
 
     return function
 
 
 def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tuple[Tensor, ...]]:
-    """`compute` with the workers' mean gradients [workers, dim] replaced by their sum [dim], or mean over `workers`."""
+    """`compute` with the workers' mean gradients [..., workers, dim] replaced by their sum [..., dim], or mean over
+    `workers`."""
 
     def function(*inputs: Tensor) -> tuple[Tensor, ...]:
         unit_gradients, worker_means, *rest = compute(*inputs)
-        total = tree_sum(worker_means)
+        total = tree_sum(worker_means if worker_means.dim() == 2 else worker_means.transpose(0, 1))
         return unit_gradients, total if workers is None else total / workers, *rest
 
     return function

@@ -17,20 +17,22 @@ from experiments.training.memory import free_memory
 from experiments.training.optimisers import SETTINGS
 from experiments.training.parts import BLOCK_BYTES
 
-MAY_DIFFER = ("seed", "sorter.", *(f"task.{name}" for name in SETTINGS))
+MAY_DIFFER = ("seed", "sorter.", "sparsifier.", *(f"task.{name}" for name in SETTINGS))
 MUST_AGREE = ("device", "compile", "threads", "timeout", "data", "data_root", "resume", "checkpoint", "replicas")
 
 
 def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1, most: int = MOST) -> list[list[int]]:
     """The numbers of the runs that train together, in the order of the first of each group.
 
-    They share task, model, data and shapes, and differ in seed, sorter, or settings of the optimiser and its schedule.
+    They share task, model, data and shapes, and differ in seed, sorter, sparsifier, or settings of the optimiser and
+    its schedule; but runs with a sparsifier are apart from runs without one.
     alone: which runs need their own processes. parts: into how many each group is divided, to train them at once.
     most: runs in a group.
     """
     together: dict[str, list[int]] = {}
     for number, (run, on_its_own) in enumerate(zip(runs, alone, strict=True)):
-        together.setdefault(str(number) if on_its_own or not may_share(run) else _likeness(run), []).append(number)
+        shares = run.config.replicas != 1 and not on_its_own
+        together.setdefault(_likeness(run) if shares else str(number), []).append(number)
     return [
         group[start : start + size]
         for group in together.values()
@@ -39,17 +41,13 @@ def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1, most: int
     ]
 
 
-def may_share(run: Run) -> bool:
-    """Runs with a sparsifier train alone, since it keeps a state for every worker."""
-    return run.config.replicas != 1 and run.config.sparsifier.name == "dense"
-
-
 def _likeness(run: Run) -> str:
     config, science = run.config, run.science
+    sparse = config.sparsifier.name != "dense"  # then it needs the gradients of every worker
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
     if config.task.batch > config.workers:  # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients
-    return str([sorted(same.items(), key=str), [str(config.get(key)) for key in MUST_AGREE]])
+    return str([sorted(same.items(), key=str), sparse, [str(config.get(key)) for key in MUST_AGREE]])
 
 
 def _size(runs: int, replicas: int | str, parts: int) -> int:
@@ -73,6 +71,7 @@ def _fit_in_memory(member: Member) -> int:
     data = sum(tensor.nbytes for tensor in member.task.data["train"])
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
     vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
+    vectors += 3 * config.workers * (member.sparse_mean is not None)  # what is averaged and what is not sent yet
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
     own += BLOCK_BYTES["cuda"] * (member.device.type == "cuda")
     return max(1, free_memory(member.device) // (2 * own))

@@ -41,7 +41,7 @@ from experiments.training.parts import (
     warm_up_sorter,
 )
 from experiments.training.replay import Replay
-from experiments.training.steps import CapturedSteps, Steps, stacked, unstacked
+from experiments.training.steps import CapturedSteps, SparseMeans, Steps, stacked, unstacked
 
 
 class Trainer:
@@ -56,14 +56,14 @@ class Trainer:
         self.members = sorted(members, key=lambda member: not member.sorter.needs_gradients)
         first = self.members[0]
         self.config, self.group, self.device, self.flat = first.config, first.group, first.device, first.flat
-        self.replicas, self.sparse_mean = len(members), first.sparse_mean
+        self.replicas, self.sparse = len(members), first.sparse_mean is not None
         for member in self.members:
             member.unit_gradients = first.unit_gradients
         self.task, offsets = joined([member.task for member in self.members])
         self.owned = stacked([member.owned + offset for member, offset in zip(self.members, offsets, strict=True)])
         self.units, self.microbatch = first.units, self.task.units_per_step
         self.steps = -(-self.units // self.microbatch)
-        self.shards = first.sorter.by_shards(self.microbatch, self.sparse_mean is not None)
+        self.shards = first.sorter.by_shards(self.microbatch, self.sparse)
         self.per_unit = first.sorter.needs_gradients and not self.shards
         self.gradients = self._gradients()
         unit_bytes = sum(tensor.nbytes for tensor in self.task.fetch("train", first.owned[:1, :1]))
@@ -83,11 +83,11 @@ class Trainer:
         for a sparsifier."""
         how = self.config.task.gradients
         function = gradient_function(self.task, self.flat, self.per_unit, how)
-        if not self.sparse_mean:
+        if not self.sparse:
             function = summed(function, self.config.workers if self.group.world_size == 1 else None)
         if self.replicas > 1:
             lookers = sum(member.sorter.needs_gradients for member in self.members)
-            function = together(self.task, self.flat, function, how, self.owned, lookers)
+            function = together(self.task, self.flat, function, how, self.owned, lookers, self.sparse)
         return Compiled(function, self.config.compile == "auto" and how == "vmap")
 
     def _steps(self) -> Steps:
@@ -96,9 +96,11 @@ class Trainer:
         tasks = [member.config.task for member in self.members]
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
-        plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
+        averager = Averager(group, self.flat.dim) if group.world_size > 1 else None
+        if self.sparse:
+            averager = SparseMeans([member.sparse_mean for member in self.members])
         parts = (self.task, self.gradients, optimiser, parameters, [stacked(part) for part in carries])
-        parts = (*parts, self.sparse_mean or plain)
+        parts = (*parts, averager)
         if not (compiled and self.device.type == "cuda" and group.world_size == 1):
             return Steps(*parts, self.members[0].sorter.observe_shard if self.shards else None)
         kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe_early} if self.per_unit else {}
@@ -253,13 +255,7 @@ class Trainer:
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
         Returns the number of the signal that some rank has received, or 0."""
-        try:
-            seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
-        except NotFiniteError:  # a sparsifier refused to average these gradients
-            (member,) = self.members  # runs with a sparsifier train alone
-            error = self._diverged_at(member, self.sparse_mean.sparsifier.iteration % self.steps + 1)
-            member.end(error)
-            raise error from None
+        seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
         stop_requests = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # sent along with the losses
         everybodys = self.group.gather(torch.cat([losses, stop_requests], dim=-1))
         mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together
@@ -298,10 +294,7 @@ class Trainer:
             bad = (~torch.isfinite(its)).nonzero()
             if not member.error and (len(bad) or not torch.isfinite(parameters).all()):
                 step = first_step + (int(bad[0]) if len(bad) else len(its) - 1) + 1
-                self._end(member, self._diverged_at(member, step))
-
-    def _diverged_at(self, member: Member, step: int) -> DivergedError:
-        return member.diverged(self.epochs_done, f"at step {step} of {self.steps}")
+                self._end(member, member.diverged(self.epochs_done, f"at step {step} of {self.steps}"))
 
     def _end(self, member: Member, error: DivergedError) -> None:
         """End this run. The others continue, if there are any."""

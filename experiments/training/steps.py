@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from cdgrab.errors import NotFiniteError
 from cdgrab.runtime.mean import Averager
 from cdgrab.sparsify import SparseAverager
 from experiments.tasks.base import Task
@@ -32,7 +33,7 @@ class Steps:
         optimiser: Optimiser,
         parameters: Tensor,
         first_carry: Sequence[Tensor],
-        averager: Averager | SparseAverager | None = None,
+        averager: Averager | SparseMeans | None = None,
         observe_shard: Callable[[Tensor], None] | None = None,
     ) -> None:
         """parameters [dim] or [replicas, dim].
@@ -156,7 +157,7 @@ class _Block:
             self._wide = _widest(self.kept)
         if steps.averager:  # it runs in Python, between the two halves of a step
             self._means = torch.empty(*workers, dim, dtype=dtype, device=device)
-            self._mean = torch.zeros(dim, dtype=dtype, device=device)
+            self._mean = torch.zeros_like(steps.parameters)
             self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
         else:
             self._whole = captured(lambda: self._update(self._gradients()), device)
@@ -173,7 +174,7 @@ class _Block:
         self._means.copy_(self._gradients())
 
     def _gradients(self) -> Tensor:
-        """Returns the mean [dim], or the workers' means [workers, dim] for a sparsifier."""
+        """Returns the mean [..., dim], or the workers' means [..., workers, dim] for a sparsifier."""
         steps, (step, place) = self._steps, self.step.split(1)
         batch = steps.task.fetch("train", self.visits.index_select(0, step)[0])
         unit_gradients, mean, worker_losses, *carry = steps.gradients(steps.parameters, *steps.carry, *batch)
@@ -220,6 +221,24 @@ class PartialSums:
 
     def tensors(self) -> list[Tensor]:
         return [self.total, self.largest]
+
+
+class SparseMeans:
+    """Averages like `cdgrab.runtime.mean.Averager`, but the gradients of each run with its own sparsifier."""
+
+    def __init__(self, averagers: Sequence[SparseAverager]) -> None:
+        self._averagers = averagers
+
+    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+        """The updates [..., dim] from the workers' mean gradients [..., local workers, dim]. There is no shard."""
+        each = zip(self._averagers, unstacked(worker_means, len(self._averagers)), strict=True)
+        return stacked([self._update(averager, means) for averager, means in each]), None
+
+    def _update(self, averager: SparseAverager, worker_means: Tensor) -> Tensor:
+        try:
+            return averager.average(worker_means)[0]
+        except NotFiniteError:  # its parameters are not finite from now on, which ends this run and no other
+            return torch.full_like(worker_means[0], torch.nan)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
