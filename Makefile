@@ -51,18 +51,19 @@ test-slurm: $(READY) ## runs through a one-node Slurm (Debian's slurm-wlm and mu
 lint: $(READY) ## ruff, check and format; import-linter: which room may import which
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format . && $(IMPORTS)
 
-reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table
+reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table: results/trial/figures; the paper's size on real data: results/figures
 	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
 
-study-%: $(READY) ## a study: results/studies, its notebook and figures, verdicts in results/STUDIES.md
+study-%: $(READY) ## a study: its results, notebook, figures and verdicts (STUDIES.md) under results/trial; SIZE=paper: under results/
 	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(SORTERS),'study.sorters=[$(SORTERS)]') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
 
 data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
 	@$(BIN)/python -m scripts.get_data '$*'
 
-bench: $(READY) ## what coordinated ordering costs: results/bench and its figures; SIZE=smoke|quick|full, BENCH=balance …
+bench: $(READY) ## what coordinated ordering costs, with figures: results/trial, SIZE=full: results/; SIZE=smoke|quick|full, BENCH=balance …
 	@$(BIN)/python -m scripts.bench $(if $(BENCH),$(BENCH)) $(if $(SIZE),--size $(SIZE))
-	@$(BIN)/python -m scripts.notebook --in-place overhead fig8_memory
+	@$(if $(filter full,$(SIZE)),,CDGRAB_BENCH=$${CDGRAB_BENCH:-results/trial/bench} CDGRAB_FIGURES=results/trial/figures )\
+	$(BIN)/python -m scripts.notebook $(if $(filter full,$(SIZE)),--in-place) overhead fig8_memory
 
 soak: $(READY) ## kill and resume runs at random for ten minutes, against runs that never were; FOR=seconds, SEED=…
 	@$(BIN)/python -m scripts.soak $(if $(FOR),--seconds $(FOR)) $(if $(SEED),--seed $(SEED))
@@ -70,7 +71,7 @@ soak: $(READY) ## kill and resume runs at random for ten minutes, against runs t
 fuzz: $(READY) ## ten thousand bad settings, files and gradients; INPUTS=…, SEED=…
 	@$(BIN)/python -m scripts.fuzz $(if $(INPUTS),--inputs $(INPUTS)) $(if $(SEED),--seed $(SEED))
 
-figures: $(READY) ## redraw all figures from results/ by executing the notebooks in place
+figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place
 
 report: $(READY) ## one table of all runs under results/runs: results/REPORT.md

@@ -5,8 +5,8 @@
 
 Settings are Hydra overrides (key=value) of configs/study.yaml and configs/study/<name>.yaml: size=smoke|quick|paper,
 data=auto|embedded, jobs, study.seeds, study.<setting>. Results go to results/studies/<name>/<size>[-data], the verdicts
-of all studies to results/STUDIES.md. What is complete is not computed again; an interrupted study continues where it
-stopped.
+of all studies to results/STUDIES.md; those of sizes smoke and quick and of embedded data to the same places under
+results/trial. What is complete is not computed again; an interrupted study continues where it stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from cdgrab.checks import count
 from experiments.early import exit_status
 from experiments.report.notebook import execute
-from experiments.store.files import RESULTS, ROOT
+from experiments.store.files import ROOT, home
 from experiments.studies.base import Part, Study, carry_out, compose_study
 from experiments.studies.collection import summary, write_collection
 from experiments.training.composition import choices, compose_config
@@ -49,11 +49,11 @@ def run(overrides: list[str]) -> None:
         return tqdm(results, f"study {study.name}", total, unit="part", mininterval=seconds, miniters=1)
 
     carry_out(study, progress, _jobs(study, overrides))
-    os.environ["CDGRAB_STUDY"] = str(study.directory.resolve())
-    notebook = execute(f"study_{study.name}")
-    del os.environ["CDGRAB_STUDY"]
+    figures = home(study.trial) / "figures"
+    chosen = {"CDGRAB_STUDY": str(study.directory.resolve()), "CDGRAB_FIGURES": str(figures)}
+    notebook = execute(f"study_{study.name}", **chosen)
     print(f"\n{summary(study)}")
-    for path in (RESULTS / "figures" / f"{study.figure_name()}.png", notebook, write_collection()):
+    for path in (figures / f"{study.figure_name()}.png", notebook, write_collection(study.trial)):
         print(path.relative_to(ROOT))
 
 

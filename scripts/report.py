@@ -1,4 +1,4 @@
-"""One table of everything under results/runs, CD-GraB against D-RR: results/REPORT.md (`make report`)."""
+"""One table of everything under results/runs but trials, CD-GraB against D-RR: results/REPORT.md (`make report`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def write() -> int:
     rows = []
     for experiment in PUBLISHED:
         folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
-        found = [
-            group for group in map(Group, folders) if group.manifests and group.manifests[0].get("size") != "smoke"
-        ]
+        found = [group for group in map(Group, folders) if group.manifests and not group.trial]
         rows += tables.comparison(experiment, found)
     if not rows:
         print(f"error: no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}", file=sys.stderr)

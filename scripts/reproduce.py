@@ -26,8 +26,7 @@ from experiments import launch
 from experiments.report import tables as report
 from experiments.report.notebook import execute
 from experiments.report.runs import Group, groups, sweeps, without
-from experiments.report.text import save
-from experiments.store.files import RESULTS, ROOT
+from experiments.store.files import ROOT, home
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import Run, compose
@@ -69,8 +68,10 @@ def reproduce_all(overrides: list[str], seeds: int | None) -> int:
             failed[task] = status
     text = f"{report.HEADNOTE}\n\n{report.markdown(rows)}\n" if rows else "no task finished\n"
     text += "".join(f"\nfailed: {task} (exit status {status})\n" for task, status in failed.items())
-    save(text, "all")
-    print(f"\n{text}\n{(RESULTS / 'figures' / 'all.md').relative_to(ROOT)}")
+    page = home(trial=True) / "figures" / "all.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text)
+    print(f"\n{text}\n{page.relative_to(ROOT)}")
     return next(iter(failed.values()), 0)
 
 
@@ -100,12 +101,13 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
     status = _launch(experiment, config, [*overrides, *sweep], seeds)
     if status not in (0, DivergedError.status):
         return status
+    figures = home(trial=run.size != "paper" or run.source.embedded) / "figures"
     os.environ["CDGRAB_GROUP"] = str(run.directory.parent.resolve())
-    notebook = execute(experiment)
+    notebook = execute(experiment, CDGRAB_FIGURES=str(figures))
     name = f"{experiment}-{without(run.directory.parent.name, config.columns)}"
     print()
-    print((RESULTS / "figures" / f"{name}.md").read_text())
-    for path in (RESULTS / "figures" / f"{name}.png", notebook):
+    print((figures / f"{name}.md").read_text())
+    for path in (figures / f"{name}.png", notebook):
         print(path.relative_to(ROOT))
     if rows is not None:
         rows += report.comparison(experiment, _made(run))

@@ -13,8 +13,9 @@ import torch
 from process_runs import TRAFFIC
 
 from cdgrab.balance import kernels
-from experiments.report import figures_bench, notebook, plots
+from experiments.report import figures_bench, notebook
 from experiments.store import bench as bench_results
+from experiments.store import files
 from experiments.studies import timing
 from experiments.tasks import make_task
 from experiments.training.config import compose
@@ -141,12 +142,23 @@ def test_medians_come_with_quartiles():
 
 def test_rows_of_another_device_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("CDGRAB_BENCH", str(tmp_path))
-    bench_results.write("balance", "cuda", [{"device": "cuda", "x": 1}], {"started": "now"})
-    bench_results.write("balance", "cpu", [{"device": "cpu", "x": 2}], {"started": "now"})
-    bench_results.write("balance", "cpu", [{"device": "cpu", "x": 3}], {"started": "later"})
+    bench_results.write("balance", "cuda", [{"device": "cuda", "x": 1}], {"size": "full", "started": "now"})
+    bench_results.write("balance", "cpu", [{"device": "cpu", "x": 2}], {"size": "quick", "started": "now"})
+    bench_results.write("balance", "cpu", [{"device": "cpu", "x": 3}], {"size": "quick", "started": "later"})
     assert bench_results.read_rows("balance") == [{"device": "cuda", "x": 1}, {"device": "cpu", "x": 3}]
     made = bench_results.read_manifests("balance")
     assert {device: manifest["started"] for device, manifest in made.items()} == {"cuda": "now", "cpu": "later"}
+
+
+def test_small_measurements_never_replace_evidence(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CDGRAB_BENCH", raising=False)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
+    folders = [bench_results.write("balance", "cpu", [], {"size": size}).parent for size in ("full", "quick", "smoke")]
+    assert folders == [tmp_path / "bench", tmp_path / "trial" / "bench", tmp_path / "trial" / "bench"]
+    monkeypatch.setenv("CDGRAB_BENCH", str(tmp_path / "bench"))
+    assert main(["balance", "--size", "quick", "--device", "cpu"]) == 2  # and measures nothing
+    assert "holds balance on cpu at size full, which size quick does not replace" in capsys.readouterr().err
+    assert bench_results.read_manifests("balance") == {"cpu": {"size": "full"}}
 
 
 def epoch_rows():
@@ -180,13 +192,13 @@ def test_epochs_and_memory_are_summarised_by_medians():
 def test_notebooks_draw_smoke_results(results, tmp_path, monkeypatch):
     for name, rows in (("epoch", epoch_rows()), ("memory", memory_rows())):
         bench_results.write(name, "cpu", rows, measure.measured(measure.manifest("cpu", "smoke")))
-    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path))
     monkeypatch.setattr(notebook_display, "display", lambda *shown: None)
     for name in ("overhead", "fig8_memory"):
         source = json.loads((notebook.ROOT / "notebooks" / f"{name}.ipynb").read_text())
         code = ["".join(cell["source"]) for cell in source["cells"] if cell["cell_type"] == "code"]
         exec("\n".join(code), {})  # as the notebook does, in this process: `execute` is tested elsewhere
-    drawn = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
     assert drawn == {f"overhead_{name}-cpu" for name in ("balance", "epoch", "traffic")} | {"fig8_memory-cpu"}
 
 

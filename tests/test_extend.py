@@ -17,6 +17,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS, Sorter, make_sorter
 from cdgrab.sparsify import SPARSIFIERS
 from experiments import launch, train
+from experiments.store import files
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.studies import base as studies
@@ -153,7 +154,7 @@ def test_a_sorter_of_ones_own_sees_gradients_and_goes_on_where_it_was(recipe, tm
 
 def test_a_sorter_of_ones_own_takes_part_in_the_study_of_sorters(recipe, tmp_path, monkeypatch):
     recipe("sorter")
-    monkeypatch.setattr(studies, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     chosen = ["study=sorters", "size=smoke", "data=embedded", "study.sorters=[d_rr,longest_first]"]
     study = studies.compose_study(chosen)
     studies.carry_out(study)

@@ -17,7 +17,7 @@ from synthetic_runs import write_run
 
 from cdgrab.errors import CdgrabError
 from experiments.early import STATUS
-from experiments.report import figures, notebook, plots, text
+from experiments.report import figures, notebook, plots
 from experiments.report import runs as results
 from experiments.report import tables as report
 from experiments.report.published import published
@@ -33,8 +33,7 @@ FIGURE = "fig3a_lr_hmda"
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     """CD-GraB at 5 − epoch + seed/10, D-RR at 3 + seed/5 for ever: CD-GraB reaches D-RR's 3.2 in epoch 1.9."""
-    monkeypatch.setattr(plots, "RESULTS", tmp_path)
-    monkeypatch.setattr(text, "RESULTS", tmp_path)
+    monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
     folder = tmp_path / FIGURE / "made-up"
     for seed in (0, 1, 2):
         write_run(folder, "cd_grab", "CD-GraB", seed, [5 - e + seed / 10 for e in range(1, 5)], size="quick")
@@ -145,19 +144,21 @@ HERDING = ("herding_replayed", "herding_per_step")
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """4 and 64 workers on CIFAR-10, 4 on another source; herding every second epoch; 64 workers lack one sorter."""
+    """4 and 64 workers on CIFAR-10, 4 on another source and in a trial; herding every second epoch; 64 workers lack one
+    sorter."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.delenv("CDGRAB_GROUP", raising=False)
     runs = tmp_path / "runs" / "cifar10" / SWEPT
-    for folder, workers, own in [
-        ("CIFAR-10", 64, True),
-        ("CIFAR-10,workers=4", 4, True),
-        ("other,workers=4", 4, False),
+    for folder, workers, own, size in [
+        ("CIFAR-10", 64, True, "paper"),
+        ("CIFAR-10,workers=4", 4, True, "paper"),
+        ("other,workers=4", 4, False, "paper"),
+        ("other-quick,workers=4", 4, False, "quick"),
     ]:
         for sorter, label, loss in [("cd_grab", "CD-GraB", 1.0), ("d_rr", "D-RR", 2.0)][: 1 if workers == 64 else 2]:
             herding = {name: {2: 10.0 * loss, 4: 9.0 * loss} for name in HERDING}
             losses = [loss + 1 / e for e in range(1, 5)]
-            settings = {"workers": workers, "columns": "workers", "metrics": herding}
+            settings = {"workers": workers, "columns": "workers", "metrics": herding, "size": size}
             write_run(runs / folder, sorter, label, 0, losses, papers_own=own, **settings)
     return runs
 
@@ -171,6 +172,8 @@ def test_a_sweep_gathers_the_groups_of_one_source(swept, monkeypatch):
     assert "4, 64 workers" in next(sweep for sweep in found if sweep.source == "CIFAR-10").caption()
     monkeypatch.setenv("CDGRAB_GROUP", str(swept / "CIFAR-10,workers=4"))
     assert [sweep.source for sweep in sweeps(SWEPT, "workers")] == ["CIFAR-10"]
+    monkeypatch.setenv("CDGRAB_GROUP", str(swept / "other-quick,workers=4"))
+    assert [sweep.source for sweep in sweeps(SWEPT, "workers")] == ["other-quick"]
     with pytest.raises(CdgrabError, match="no finished runs of fig4_cifar10_workers with test_ppl"):
         sweeps(SWEPT, "workers", "test_ppl")
     monkeypatch.setenv("CDGRAB_GROUP", str(swept / "elsewhere"))
@@ -297,8 +300,8 @@ def test_reproduce_leaves_metrics_figure_and_table_of_every_task(reproduced, exp
     checkout, first, every = reproduced
     name = f"{experiment}-embedded-smoke"
     for suffix in ("png", "pdf", "md"):
-        assert (checkout / "results" / "figures" / f"{name}.{suffix}").stat().st_size > 500
-    table = (checkout / "results" / "figures" / f"{name}.md").read_text()
+        assert (checkout / "results" / "trial" / "figures" / f"{name}.{suffix}").stat().st_size > 500
+    table = (checkout / "results" / "trial" / "figures" / f"{name}.md").read_text()
     assert table in (first if experiment == FIGURE else every)
     assert all(said in table for said in ("EMBEDDED DATA", "size smoke", "CD-GraB", "D-RR", "1 seed"))
     executed = nbformat.read(checkout / "results" / "notebooks" / f"{experiment}.ipynb", as_version=4)
@@ -318,6 +321,7 @@ def test_reproduce_leaves_metrics_figure_and_table_of_every_task(reproduced, exp
         # of logistic regression, two epochs at the paper's rate go up and down
         assert experiment == FIGURE or losses[sorter][-1] < losses[sorter][0]
     assert losses["cd_grab-s0"][-1] != losses["d_rr-s0"][-1]
+    assert not (checkout / "results" / "figures").exists()
 
 
 def test_complete_runs_are_not_repeated(reproduced):
@@ -328,7 +332,7 @@ def test_complete_runs_are_not_repeated(reproduced):
 
 def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(reproduced):
     checkout, _, every = reproduced
-    table = (checkout / "results" / "figures" / "all.md").read_text()
+    table = (checkout / "results" / "trial" / "figures" / "all.md").read_text()
     assert table in every and "failed: broken (exit status 2)" in table
     rows = cells_of(table)
     assert [row[0] for row in rows[2:]] == [

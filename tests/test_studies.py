@@ -17,6 +17,7 @@ from synthetic_studies import TRAINING
 
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters import SORTERS
+from experiments.store import files
 from experiments.store.files import ROOT
 from experiments.store.lock import locked
 from experiments.studies import collection, herding
@@ -42,7 +43,8 @@ def test_every_study_has_parts_and_a_notebook_at_every_size(name, size):
     keys = [json.dumps(part.key) for part in parts]
     assert len(set(keys)) == len(keys) >= 8 and len({tuple(part.key) for part in parts}) == 1
     folder = f"{size}-embedded" if study.data else size
-    assert study.directory == ROOT / "results" / "studies" / name / folder
+    home = ROOT / "results" if folder == "paper" else ROOT / "results" / "trial"
+    assert study.directory == home / "studies" / name / folder
     assert (ROOT / "notebooks" / f"study_{name}.ipynb").exists()
     about = compose_config([f"study={name}"], "study").study
     assert about.name == name and about.title and about.question and set(about.sizes) == {"smoke", "quick", "paper"}
@@ -263,7 +265,7 @@ def test_help_names_the_studies(capsys):
 
 
 def test_no_results_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr(collection, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.delenv("CDGRAB_STUDY", raising=False)
     with pytest.raises(CdgrabError, match="no finished runs of study herding"):
         collection.best("herding")
@@ -300,8 +302,9 @@ def studied(checkout):
 @pytest.mark.parametrize("name", STUDIES)
 def test_studies_leave_results_executed_notebooks_figures_and_verdicts(studied, name):
     checkout, printed, progress = studied
+    trials = checkout / "results" / "trial"
     assert f"study {name}: 100%" in progress
-    manifest = json.loads((checkout / "results" / "studies" / name / STUDIES[name] / "manifest.json").read_text())
+    manifest = json.loads((trials / "studies" / name / STUDIES[name] / "manifest.json").read_text())
     assert manifest["status"] == "finished" and manifest["settings"]["name"] == name
     assert {"host", "versions", "commit", "started", "ended"} <= manifest.keys()
     assert all(source["embedded"] for source in manifest.get("data", {}).values())
@@ -310,42 +313,38 @@ def test_studies_leave_results_executed_notebooks_figures_and_verdicts(studied, 
     assert any("image/png" in output.get("data", {}) for output in outputs)
     figure = f"study_{name}-{STUDIES[name]}"
     for suffix in ("png", "pdf"):
-        assert (checkout / "results" / "figures" / f"{figure}.{suffix}").stat().st_size > 5000
-    sections = (checkout / "results" / "STUDIES.md").read_text().split("\n## ")
+        assert (trials / "figures" / f"{figure}.{suffix}").stat().st_size > 5000
+    sections = (trials / "STUDIES.md").read_text().split("\n## ")
     assert [section.partition(":")[0] for section in sections[1:]] == sorted(STUDIES)
     section = next(section for section in sections if section.startswith(f"{name}: "))
     table = section[section.index("| claim") :].partition("\n\n")[0]
     assert table in printed and re.search(r"\*\*(holds|fails|equal|undecided)\*\*", table)
     assert "only shows that it runs" in section and f"{figure}.png)" in section
+    assert not {"bench", "figures", "studies", "STUDIES.md"} & {path.name for path in (checkout / "results").iterdir()}
 
 
 def test_studies_that_train_say_on_what(studied):
-    checkout, _, _ = studied
-    page = (checkout / "results" / "STUDIES.md").read_text()
+    trials = studied[0] / "results" / "trial"
+    page = (trials / "STUDIES.md").read_text()
     assert "(32 units, 2 epochs, 4 workers) · size smoke-embedded" in page and "(64 units, 2 epochs) · size" in page
     assert page.count("EMBEDDED DATA: ") == len(TRAINING)
     for name in TRAINING:
-        table = checkout / "results" / "figures" / f"study_{name}-smoke-embedded.md"
-        assert (
-            table.stat().st_size > 500
-            and json.loads((checkout / "results" / "studies" / name / "smoke-embedded" / "manifest.json").read_text())[
-                "data"
-            ]
-        )
+        assert (trials / "figures" / f"study_{name}-smoke-embedded.md").stat().st_size > 500
+        assert json.loads((trials / "studies" / name / "smoke-embedded" / "manifest.json").read_text())["data"]
 
 
 def test_the_collection_is_made_again_from_what_is_saved(studied, monkeypatch):
     """Without its own page, and with a larger size beside the smoke size."""
-    results = studied[0] / "results"
+    results = studied[0] / "results" / "trial"
     page = results / "STUDIES.md"
     before = page.read_text()
     page.unlink()
-    monkeypatch.setattr(collection, "RESULTS", results)
+    monkeypatch.setattr(files, "RESULTS", results.parent)
     monkeypatch.delenv("CDGRAB_STUDY", raising=False)
-    assert collection.write_collection() == page and page.read_text() == before
+    assert collection.write_collection(trial=True) == page and page.read_text() == before
     subprocess.run(["cp", "-r", "smoke", "quick"], cwd=results / "studies" / "herding", check=True)
     manifest = results / "studies" / "herding" / "quick" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"size": "smoke"', '"size": "quick"'))
-    text = collection.write_collection().read_text()
+    text = collection.write_collection(trial=True).read_text()
     assert text.count("\n## herding") == 1 and "size quick" in text and text.count("\n\nsize smoke") == 1
-    assert collection.best("herding").size == "quick"
+    assert [study.size for study in collection.finished("herding", trial=True)] == ["quick", "smoke"]

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
+from experiments.store import files
 from experiments.studies import base, sparsification_figures
 from experiments.studies.sparsification import _holds, settling_time
 from experiments.studies.sparsification_figures import ablation_table, time_table, training_table
@@ -115,7 +116,7 @@ def test_a_resnet_has_its_usual_size():
 
 
 def test_all_of_it_and_going_on_after_an_interruption(monkeypatch, tmp_path):
-    monkeypatch.setattr(base, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.delenv("CDGRAB_DATA", raising=False)
     study = base.compose_study(TINY)
     base.carry_out(study)

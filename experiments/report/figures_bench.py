@@ -34,7 +34,8 @@ def rows(name: str, device: str | None = None) -> DataFrame:
 
 
 def devices(name: str) -> list[str]:
-    return list(dict.fromkeys(rows(name)["device"]))
+    """Those on which it was measured, perhaps none."""
+    return list(dict.fromkeys(row["device"] for row in read_rows(name)))
 
 
 def caption(name: str, device: str) -> str:

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "notebooks"
 
 
-def execute(name: str, in_place: bool = False) -> Path:
-    """Execute a notebook. Returns the path of the executed copy."""
+def execute(name: str, in_place: bool = False, **environment: str) -> Path:
+    """Execute a notebook, with these variables in its environment. Returns the path of the executed copy."""
     import nbformat
 
     source = FOLDER / f"{name}.ipynb"
     target = source if in_place else ROOT / "results" / "notebooks" / source.name
     notebook = nbformat.read(source, as_version=4)
     with _as_in_a_kernel() as shell:
+        os.environ.update(environment)
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 _run(cell, shell, name)

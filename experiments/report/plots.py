@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.report.kinds import Axes, Axis, Figure, Series
 from experiments.report.statistics import Estimate, estimate
-from experiments.store.files import RESULTS
+from experiments.store.files import figures_folder
 
 STYLE = str(Path(__file__).with_name("paper.mplstyle"))
 DASHED = (0, (4, 2))
@@ -124,7 +124,7 @@ def save(figure: Figure, name: str) -> list[Path]:
     """PNG and PDF under results/figures; the same results give the same bytes."""
     import matplotlib.pyplot as plt
 
-    folder = RESULTS / "figures"
+    folder = figures_folder()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
     with plt.style.context(STYLE):

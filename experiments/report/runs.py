@@ -148,6 +148,11 @@ class Group(Runs):
         return alone and all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
 
     @property
+    def trial(self) -> bool:
+        """Whether these runs are no evidence: small ones, and those on embedded data."""
+        return any(m["data"]["embedded"] or m.get("size", "paper") != "paper" for m in self.manifests)
+
+    @property
     def columns(self) -> str:
         """The setting whose values are the columns of this experiment's figure; empty: it has one column."""
         return self.manifests[0].get("config", {}).get("columns") or ""
@@ -177,17 +182,17 @@ def pretrained_by(manifest: dict) -> set[str]:
 
 
 def groups(experiment: str) -> list[Group]:
-    """All groups of an experiment that have finished runs; only the one named by CDGRAB_GROUP when that is set."""
+    """Groups of an experiment that have finished runs: all but trials, or the one that CDGRAB_GROUP names."""
     only = _only(experiment)
-    return _finished(experiment, [only] if only else _folders(experiment))
+    return _finished(experiment, [only] if only else _folders(experiment), trials=bool(only))
 
 
 def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:
-    """Groups that agree in all but `setting` and log `metric`; only CDGRAB_GROUP's sweep when that is set."""
+    """Groups that agree in all but `setting` and log `metric`: all but trials, or the sweep of CDGRAB_GROUP."""
     only = _only(experiment)
     wanted = without(only.name, setting) if only else None
     sources: dict[str, list[Group]] = {}
-    for group in _finished(experiment, _folders(experiment), metric):
+    for group in _finished(experiment, _folders(experiment), metric, trials=bool(only)):
         sources.setdefault(without(group.source, setting), []).append(group)
     if wanted is not None and wanted not in sources:
         raise _nothing(f"{experiment} in {only}")
@@ -247,8 +252,9 @@ def _folders(experiment: str) -> list[Path]:
     return sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
 
 
-def _finished(experiment: str, folders: list[Path], metric: str = "train_loss") -> list[Group]:
-    found = [group for group in map(Group, folders) if group.manifests and metric in group.metrics]
+def _finished(experiment: str, folders: list[Path], metric: str = "train_loss", trials: bool = False) -> list[Group]:
+    found = [group for group in map(Group, folders) if group.manifests and (trials or not group.trial)]
+    found = [group for group in found if metric in group.metrics]
     if not found:
         what = "" if metric == "train_loss" else f" with {metric}"
         raise _nothing(f"{experiment}{what} under {RESULTS / 'runs'}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 
 from experiments.report.kinds import Series
-from experiments.store.files import RESULTS
+from experiments.store.files import figures_folder
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
@@ -30,7 +30,7 @@ def table(rows: Callable[..., Iterator[dict[str, str]]]) -> Callable[..., str]:
 
 def save(text: str, name: str) -> None:
     """results/figures/<name>.md, next to the figure of the same name."""
-    path = RESULTS / "figures" / f"{name}.md"
+    path = figures_folder() / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 

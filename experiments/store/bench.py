@@ -1,4 +1,7 @@
-"""results/bench: the rows of every benchmark in <name>.json, and one manifest per device in <name>.meta.json."""
+"""results/bench: the rows of every benchmark in <name>.json, and one manifest per device in <name>.meta.json.
+
+Rows that are measured at a smaller size than the full one go to results/trial/bench.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,47 @@ import os
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
-from experiments.store.files import RESULTS, write_atomically
+from experiments.store.files import home, write_atomically
 from experiments.store.records import write_manifest
 
-
-def folder() -> Path:
-    """results/bench, or the folder named by CDGRAB_BENCH."""
-    return Path(os.environ.get("CDGRAB_BENCH") or RESULTS / "bench")
+SIZES = ("smoke", "quick", "full")
 
 
-def read_rows(name: str, missing_ok: bool = False) -> list[dict]:
-    path = folder() / f"{name}.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    if missing_ok:
-        return []
-    raise CdgrabError(f"no finished runs of the benchmark {name} under {folder()}; `make bench` makes them")
+def folder(size: str = SIZES[-1]) -> Path:
+    """Of the rows of a size: results/bench, results/trial/bench, or the folder named by CDGRAB_BENCH."""
+    return Path(os.environ.get("CDGRAB_BENCH") or home(trial=size != SIZES[-1]) / "bench")
+
+
+def read_rows(name: str) -> list[dict]:
+    """None if it was not measured."""
+    return _read(folder() / f"{name}.json", [])
 
 
 def read_manifests(name: str) -> dict[str, dict]:
     """By device: on which machine, when and with which code its rows were measured."""
-    path = folder() / f"{name}.meta.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return _read(folder() / f"{name}.meta.json", {})
+
+
+def refuse_smaller(name: str, device: str, size: str) -> None:
+    """Rows that are kept are replaced by rows of the same size or a larger one only; those of trials by any."""
+    path = folder(size) / f"{name}.meta.json"
+    kept = _read(path, {}).get(device, {}).get("size", size)
+    if path.parent != home(trial=True) / "bench" and SIZES.index(size) < SIZES.index(kept):
+        raise CdgrabError(f"{path.parent} holds {name} on {device} at size {kept}, which size {size} does not replace")
 
 
 def write(name: str, device: str, rows: list[dict], manifest: dict) -> Path:
     """Replace this device's rows and manifest; those of other devices stay."""
-    folder().mkdir(parents=True, exist_ok=True)
-    kept = [row for row in read_rows(name, missing_ok=True) if row["device"] != device]
+    refuse_smaller(name, device, manifest["size"])
+    path = folder(manifest["size"]) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [row for row in _read(path, []) if row["device"] != device]
     lines = ",\n".join(json.dumps(row) for row in [*kept, *rows])
-    path = folder() / f"{name}.json"
     write_atomically(path, f"[\n{lines}\n]\n")
-    write_manifest(path.with_suffix(".meta.json"), read_manifests(name) | {device: manifest})
+    made = path.with_suffix(".meta.json")
+    write_manifest(made, _read(made, {}) | {device: manifest})
     return path
+
+
+def _read(path: Path, missing: list | dict) -> list | dict:
+    return json.loads(path.read_text()) if path.exists() else missing

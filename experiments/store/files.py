@@ -15,6 +15,16 @@ RESULTS = ROOT / "results"
 RUNS = RESULTS / "runs"
 
 
+def home(trial: bool = False) -> Path:
+    """results/; of what is no evidence, being small or made of embedded data, results/trial, which git ignores."""
+    return RESULTS / "trial" if trial else RESULTS
+
+
+def figures_folder() -> Path:
+    """results/figures, or the folder named by CDGRAB_FIGURES."""
+    return Path(os.environ.get("CDGRAB_FIGURES") or RESULTS / "figures")
+
+
 @contextlib.contextmanager
 def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
     """What is written in this context becomes the file when it ends. `put(new, path)` moves it there."""

@@ -6,7 +6,8 @@ A study is a module of this package with
     verdicts(table, settings) -> Iterable[Verdict]   what the results of all parts say
 
 its figures and tables, configs/study/<name>.yaml and notebooks/study_<name>.ipynb. Its results go to
-results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line per finished part) and manifest.json.
+results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line per finished part) and manifest.json;
+those of small sizes and embedded data to results/trial/studies.
 Parts that are there are not computed again, so an interrupted study goes on where it stopped. A study that trains has
 `tasks` in its settings; the data they use is found when it is composed and becomes the setting `sources`.
 
@@ -39,7 +40,7 @@ from experiments.report.kinds import DataFrame
 from experiments.report.statistics import looking
 from experiments.report.text import plural
 from experiments.store import records
-from experiments.store.files import RESULTS
+from experiments.store.files import home
 from experiments.store.lock import locked
 from experiments.studies.training import Columns, TrainingRun, alike, outcome, outcomes
 from experiments.studies.verdicts import UNDECIDED, Verdict
@@ -86,6 +87,11 @@ class Study:
     def embedded(self) -> bool:
         """Whether it trains on anything but real files."""
         return any(source["embedded"] for source in self.data.values())
+
+    @property
+    def trial(self) -> bool:
+        """Whether its results are no evidence."""
+        return self.size != "paper" or self.embedded
 
     @property
     def name(self) -> str:
@@ -195,7 +201,8 @@ def compose_study(overrides: list[str]) -> Study:
     if data:
         settings.sources = {task: source["label"] for task, source in data.items()}
     folder = f"{'-'.join((size, '+'.join(labels))).rstrip('-')}{changed}".replace(" ", "").replace("/", "-")
-    return Study(settings, size, RESULTS / "studies" / settings.name / folder, data)
+    study = Study(settings, size, Path("studies", settings.name, folder), data)
+    return replace(study, directory=home(study.trial) / study.directory)
 
 
 def carry_out(study: Study, progress: Progress = lambda results, total: results, jobs: int = 1) -> None:

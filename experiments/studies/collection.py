@@ -1,4 +1,4 @@
-"""Finished studies and what they say, all together: results/STUDIES.md."""
+"""Finished studies and what they say, all together: results/STUDIES.md, of trials results/trial/STUDIES.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
-from experiments.store.files import RESULTS, write_atomically
+from experiments.store.files import home, write_atomically
 from experiments.store.records import read_manifest
 from experiments.studies.base import Study
 from experiments.studies.verdicts import verdict_table
@@ -38,11 +38,12 @@ seeds.
 _tables: dict[tuple[Path, int], str] = {}  # by folder and time of its results: every study shows those of all others
 
 
-def finished(name: str) -> list[Study]:
-    """The finished results of a study, the paper's size and real data first; only those in CDGRAB_STUDY when set."""
+def finished(name: str, trial: bool = False) -> list[Study]:
+    """The finished results of a study, or of its trials; only those in CDGRAB_STUDY when set. The most informative
+    first."""
     only = os.environ.get("CDGRAB_STUDY")
     found = []
-    for folder in [Path(only)] if only else sorted((RESULTS / "studies" / name).glob("*/")):
+    for folder in [Path(only)] if only else sorted((home(trial) / "studies" / name).glob("*/")):
         manifest = read_manifest(folder)
         if manifest.get("status") == "finished" and manifest["study"] == name:
             settings = OmegaConf.create(manifest["settings"])
@@ -56,7 +57,7 @@ def best(name: str) -> Study:
     found = finished(name)
     if not found:
         command = f"make study-{name.replace('_', '-')}"
-        raise CdgrabError(f"no finished runs of study {name} under {RESULTS / 'studies'}; {command} makes them")
+        raise CdgrabError(f"no finished runs of study {name} under {home() / 'studies'}; {command} makes them")
     return found[0]
 
 
@@ -69,18 +70,18 @@ def summary(study: Study) -> str:
     return f"{_tables[results]}\n\n{study.caption()}{note}\n"
 
 
-def write_collection() -> Path:
-    """The verdicts of all finished studies, smoke sizes only where there is nothing better."""
+def write_collection(trial: bool = False) -> Path:
+    """The verdicts of all finished studies; of trials, smoke sizes only where there is nothing better."""
     pages = [HEADNOTE]
     for name in choices("study"):
-        found = finished(name)
+        found = finished(name, trial)
         pages += [_section(study) for study in found if study.size != "smoke" or found[0].size == "smoke"]
-    path = RESULTS / "STUDIES.md"
+    path = home(trial) / "STUDIES.md"
     write_atomically(path, "\n".join(pages))
     return path
 
 
 def _section(study: Study) -> str:
     about, figure = compose_config([f"study={study.name}"], "study").study, f"figures/{study.figure_name()}.png"
-    drawn = f"\n![{about.title}]({figure})\n" if (RESULTS / figure).exists() else ""
+    drawn = f"\n![{about.title}]({figure})\n" if (home(study.trial) / figure).exists() else ""
     return f"## {study.name}: {about.title}\n\n{about.question}\n\n{summary(study)}{drawn}"

@@ -14,8 +14,6 @@ import torch
 from cdgrab.runtime.group import disconnect, launched_rank
 from experiments.store.records import begin, cpu_name, finish
 
-SIZES = ("smoke", "quick", "full")
-
 
 def alternately(
     contenders: dict[str, Callable[[], object]], repeats: int, wait: Callable[[], None]
