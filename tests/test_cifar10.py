@@ -1,7 +1,6 @@
 """CIFAR-10: the model and its per-example gradients, the files and the embedded digits, the herding metric, a run."""
 
 import hashlib
-import math
 import os
 import pickle
 import tarfile
@@ -22,7 +21,7 @@ from experiments.tasks import make_task
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
 from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
-from experiments.training.gradients import FlatParameters, gradient_function, summed, together
+from experiments.training.gradients import MANY, FlatParameters, gradient_function, over_replicas, summed, together
 
 WORKERS, UNITS = 2, 3
 
@@ -114,11 +113,9 @@ def test_runs_whose_sorters_do_not_look_get_the_same_mean_gradients(problem, loo
     owned, batch = torch.empty(3, WORKERS, 1), [tensor[:, :1].expand(3, *tensor[:, :1].shape) for tensor in batch]
     parameters = parameters * torch.tensor([[1.0], [0.9], [1.1]], dtype=torch.float64)
     each = summed(gradient_function(task, flat, bool(lookers)), WORKERS)
-    found = []
-    for many in (0, math.inf):
-        monkeypatch.setattr("experiments.training.gradients.MANY", many)
-        found.append(together(task, flat, each, "vmap", owned, lookers)(parameters, *batch))
-    (units, means, losses), (expected_units, expected_means, expected_losses) = found
+    monkeypatch.setitem(MANY, "cpu", 0)
+    units, means, losses = together(task, flat, each, "vmap", owned, lookers)(parameters, *batch)
+    expected_units, expected_means, expected_losses = over_replicas(each, lookers, "vmap")(parameters, *batch)
     assert units.numel() == expected_units.numel() == lookers * WORKERS * flat.dim
     assert torch.equal(units.flatten(), expected_units.flatten())
     torch.testing.assert_close(means, expected_means, rtol=0, atol=1e-12)

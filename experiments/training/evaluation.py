@@ -14,13 +14,15 @@ from experiments.tasks.base import Task
 from experiments.training.gradients import GradientFunction
 
 
-def evaluate(task: Task, parameters: dict[str, Tensor], owned: Tensor, group: WorkerGroup) -> dict[str, float]:
+def evaluate(
+    task: Task, parameters: dict[str, Tensor], owned: Tensor, group: WorkerGroup, at_once: bool = False
+) -> dict[str, float]:
     """The task's metrics: train loss over the units owned [local workers, units], test metrics over the test split.
 
-    Worker by worker, summed in worker order. On a single GPU all at once, which is faster and equal up to rounding.
+    Worker by worker, summed in worker order; `at_once`: all workers of one process, faster and equal up to rounding.
     """
     tested = torch.arange(task.test_units, device=owned.device)
-    if owned.is_cuda and group.world_size == 1:
+    if at_once:
         units = {"train": [owned.flatten()], "test": [tested]}
     else:
         units = {"train": list(owned), "test": list(tested.tensor_split(group.workers)[group.local])}

@@ -33,7 +33,8 @@ class FlatParameters:
 
 
 GRADIENTS = ("vmap", "backward")
-MANY = 2**20  # numbers in the gradients of all workers: worth two functions, if some runs need only their mean
+# numbers in the gradients of all workers: worth two functions, if some runs need only their mean
+MANY = {"cpu": 2**17, "cuda": 2**20}
 GradientFunction = Callable[..., tuple[Tensor, ...]]
 
 
@@ -113,7 +114,8 @@ def together(
         function = at_once(task, flat, lookers)
         return function if every_worker else summed(function, workers)
     function = over_replicas(compute, lookers, how)
-    if every_worker or how == "backward" or task.first_carry(1) or lookers == replicas or workers * flat.dim < MANY:
+    needs_all = every_worker or lookers == replicas or (lookers and workers * flat.dim < MANY[owned.device.type])
+    if needs_all or how == "backward" or task.first_carry(1):
         return function
     others = vmap(pooled(task, flat))
     return mixed(function, others, lookers) if lookers else others
@@ -129,7 +131,7 @@ def over_replicas(compute: GradientFunction, lookers: int, how: str) -> Gradient
     on_all = vmap(compute) if how == "vmap" else one_by_one
 
     def function(*inputs: Tensor) -> tuple[Tensor, ...]:
-        unit_gradients, *rest = on_all(*inputs)
+        unit_gradients, *rest = on_all(*(tensor.contiguous() for tensor in inputs))  # or vmap may copy all weights
         return unit_gradients[:lookers], *rest
 
     return function

@@ -117,9 +117,9 @@ class Member:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, parameters: Tensor) -> dict[str, float]:
+    def evaluate(self, parameters: Tensor, at_once: bool) -> dict[str, float]:
         """Full train loss over all workers' units, and test metrics."""
-        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group)
+        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group, at_once)
 
     def herding_is_due(self, epochs_done: int) -> bool:
         every = self.config.task.herding_every
@@ -144,9 +144,12 @@ class Member:
 def evaluated(members: Sequence[tuple[Member, Tensor]]) -> list[tuple[Member, dict[str, float]]]:
     """Members and their metrics, from members and their parameters; on a GPU all at once if they share their data."""
     (first, *others), vectors = zip(*members, strict=True)
-    together = others and first.device.type == "cuda" and first.task.evaluated_together
+    on_gpu = first.device.type == "cuda"
+    together = others and on_gpu and first.task.evaluated_together
     if not together or any(member.task.data is not first.task.data for member in others):
-        return [(member, member.evaluate(parameters)) for member, parameters in members]
+        # alone on a CPU, sums must not depend on the number of processes
+        at_once = first.group.world_size == 1 and (on_gpu or bool(others))
+        return [(member, member.evaluate(parameters, at_once)) for member, parameters in members]
     owned = torch.stack([member.owned for member, _ in members])
     found = evaluate_together(first.task, first.flat.unflatten(torch.stack(vectors)), owned)
     return list(zip((first, *others), found, strict=True))
