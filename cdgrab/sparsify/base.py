@@ -113,10 +113,13 @@ class Sparsifier(WorkerState):
 
     def _share(self, mine: list[Tensor]) -> tuple[list[Tensor], int]:
         """Each local worker's coordinates -> those of all workers, and the bytes that a worker sends for it."""
-        everybody = self.group.gather_uneven([indices.to(self._index_type) for indices in mine])
+        everybody = mine
+        if self.group.world_size > 1:
+            everybody = self.group.gather_uneven([indices.to(self._index_type) for indices in mine])
+            everybody = [indices.long() for indices in everybody]
         longest = max(len(indices) for indices in everybody)
         sent = 4 + longest * self._index_type.itemsize  # a count, then padded indices, to each of the others
-        return [indices.long() for indices in everybody], (self.workers - 1) * sent
+        return everybody, (self.workers - 1) * sent
 
     def learn(self, counts: list[int]) -> None:
         """Adapt to what was selected, in the same way on all processes. counts: of all workers."""
@@ -144,8 +147,7 @@ class Sparsifier(WorkerState):
         if self.exclusive:
             return torch.cat(selected)
         taken = torch.zeros(self.dim, dtype=torch.bool, device=selected[0].device)
-        for indices in selected:
-            taken[indices] = True
+        taken[torch.cat(selected)] = True
         return taken.nonzero().squeeze(1)
 
     def _accumulate(self, gradients: Tensor) -> Tensor:
@@ -163,7 +165,10 @@ class Sparsifier(WorkerState):
             raise CdgrabError("gradients must be a tensor of floating-point numbers")
         shape("gradients", gradients, {"workers": self.local_workers, "dim": self.dim})
         gradients = gradients.detach()
-        finite = torch.tensor([all_finite(gradients)], dtype=torch.uint8, device=gradients.device)
-        if not self.group.gather(finite).all():  # all processes refuse together
+        finite = all_finite(gradients)
+        if self.group.world_size > 1:  # all processes refuse together
+            mine = torch.tensor([finite], dtype=torch.uint8, device=gradients.device)
+            finite = bool(self.group.gather(mine).all())
+        if not finite:
             raise NotFiniteError(f"gradients must be finite; those of iteration {self.iteration} are not")
         return gradients

@@ -63,6 +63,7 @@ class ExDyna(Sparsifier):
         self.rule, self.threshold = rule, threshold
         self.blocks = min(max(count("blocks", blocks, 1), self.workers), self.dim)
         self._edges = block_edges(self.dim, self.blocks)
+        self._cuts = torch.tensor(self._edges[1:-1], dtype=torch.long)  # the same, where the gradients are
         self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
         self._loads: list[float] = []  # running mean of what is selected in each block
         fair = self.target / self.workers
@@ -147,7 +148,8 @@ class ExDyna(Sparsifier):
     def _running_loads(self) -> list[float]:
         """Running means of what is selected in each block. All workers know them, since indices are exchanged."""
         chosen = torch.cat(self.selected)
-        blocks = torch.bucketize(chosen, torch.tensor(self._edges[1:-1], device=chosen.device), right=True)
+        self._cuts = self._cuts.to(chosen.device)
+        blocks = torch.bucketize(chosen, self._cuts, right=True)
         now = torch.bincount(blocks, minlength=self.blocks).double().cpu()
         if self._loads:
             now = KEPT_LOAD * torch.tensor(self._loads, dtype=torch.float64) + (1 - KEPT_LOAD) * now

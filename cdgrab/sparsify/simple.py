@@ -36,7 +36,7 @@ class TopK(Sparsifier):
     label = "Top-k"
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        return [largest(row, self.target) for row in accumulated]
+        return list(largest(accumulated, self.target))
 
 
 class CyclicLocalTopK(Sparsifier):

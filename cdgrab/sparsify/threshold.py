@@ -26,7 +26,7 @@ Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each o
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Where the k largest magnitudes of a vector are, in no particular order."""
+    """Where the k largest magnitudes of a vector are, or of every row, in no particular order."""
     return values.abs().topk(k, sorted=False).indices
 
 
@@ -61,12 +61,10 @@ def grid(low: float, high: float, size: int) -> list[float]:
 def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
     """How many magnitudes of all vectors together reach each of the ascending `values`: whole numbers [values]."""
     edges = torch.tensor(values, dtype=vectors[0].dtype, device=vectors[0].device)
-    counts = torch.zeros(len(values) + 1, dtype=torch.long, device=edges.device)
-    for vector in vectors:
-        magnitudes = vector.abs()
-        magnitudes = magnitudes[magnitudes >= edges[0]]
-        counts += torch.bincount(torch.bucketize(magnitudes, edges, right=True), minlength=len(counts))
-    return counts[1:].flip(0).cumsum(0).flip(0)
+    magnitudes = torch.cat(vectors).abs()
+    magnitudes = magnitudes[magnitudes >= edges[0]]
+    counts = torch.bincount(torch.bucketize(magnitudes, edges, right=True), minlength=len(values) + 1)
+    return len(magnitudes) - counts.cumsum(0)[:-1]
 
 
 def counted_threshold(count: Counter, wanted: float, last: float | None) -> float:
