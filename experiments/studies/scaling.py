@@ -59,7 +59,7 @@ def _changes(settings: DictConfig, case: dict) -> dict:
 
 def _time(settings: DictConfig, case: dict) -> dict[str, list]:
     """Seconds of every timed epoch, and bytes that a process sends per step."""
-    run = [o for o in overrides(settings, case["task"], "", **_changes(settings, case)) if o != "sorter="]
+    run = [o for o in overrides(settings, case["task"], "", **_changes(settings, case), device="cpu") if o != "sorter="]
     if case["processes"] == 1:
         keep_freed_memory()
         found = in_turn(settings.timed_epochs, 0.0, run)
