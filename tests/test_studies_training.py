@@ -10,8 +10,8 @@ from cdgrab.errors import CdgrabError
 from experiments.report.names import sorter_label as label
 from experiments.report.statistics import holm, paired_p
 from experiments.store.records import read_metrics
-from experiments.studies import learning_rate, sorters
-from experiments.studies.training import TrainingRun, outcome, outcomes, overrides, train
+from experiments.studies import learning_rate, sorters, training
+from experiments.studies.training import TrainingRun, alike, outcome, outcomes, overrides, train
 from experiments.studies.verdicts import difference
 from experiments.tasks import make_task
 from experiments.training.config import compose
@@ -29,6 +29,15 @@ def test_a_part_is_an_ordinary_run(tmp_path):
         assert {key: mine[key] for key in ("train_loss", "test_accuracy", "order_hash")} == {
             key: other[key] for key in ("train_loss", "test_accuracy", "order_hash")
         }
+
+
+def test_processes_share_runs_in_small_portions_but_a_gpu_takes_many(monkeypatch):
+    run = tuple(overrides(settings_of("scaling", "smoke"), "lr_hmda", "d_rr"))
+    runs = [TrainingRun(run, seed) for seed in range(24)]
+    assert alike(runs, 1) == [list(range(24))]
+    assert alike(runs, 2) == [list(range(start, start + 3)) for start in range(0, 24, 3)]
+    monkeypatch.setattr(training, "pick_device", lambda name: torch.device("cuda"))
+    assert alike(runs, 2) == [list(range(24))]
 
 
 def test_a_run_that_diverges_ends_early():

@@ -273,7 +273,7 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
 
 
 def _work(parts: list[Part], jobs: int) -> list[list[Part]]:
-    """Parts that are computed together: runs that are alike, shared by `jobs` processes; any other part by itself."""
+    """Parts that are computed together: runs that are alike, in portions for `jobs` processes; others by themselves."""
     runs = [part for part in parts if part.run]
     others = [[part] for part in parts if not part.run]
     return others + [[runs[number] for number in group] for group in alike([part.run for part in runs], jobs)]

@@ -26,6 +26,7 @@ from experiments.training.member import evaluated
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
+PORTIONS = 4  # for every process
 METRICS = ("train_", "test_", "herding_per_step")  # prefixes of the metrics that are kept
 Columns = Callable[[list[dict]], dict[str, list]]  # from a run's metrics by epoch, the untrained model's first
 TEST_METRICS = {"lr_hmda": "test_accuracy", "mlp_m4": "test_smape", "cifar10": "test_accuracy"}
@@ -75,10 +76,17 @@ def outcomes(runs: Sequence[TrainingRun]) -> list[dict[str, list]]:
     return [run.columns(epochs) for run, epochs in zip(runs, train(runs), strict=True)]
 
 
-def alike(runs: Sequence[TrainingRun], parts: int) -> list[list[int]]:
-    """The numbers of runs that can train together, in at least so many parts."""
+def alike(runs: Sequence[TrainingRun], processes: int) -> list[list[int]]:
+    """The numbers of runs that train together, for so many processes. On a CPU they share all runs in small portions,
+    so that nobody waits long for the last; a GPU, which they share, needs large ones."""
     composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
-    return groups(composed, [False] * len(runs), parts, most=AT_ONCE)
+    small = AT_ONCE if processes == 1 else min(AT_ONCE, -(-len(runs) // (PORTIONS * processes)))
+    portions = []
+    for group in groups(composed, [False] * len(runs), most=AT_ONCE):
+        on_gpu = pick_device(composed[group[0]].config.device).type == "cuda"
+        size = AT_ONCE if on_gpu else small
+        portions += [group[start : start + size] for start in range(0, len(group), size)]
+    return portions
 
 
 def train(runs: Sequence[TrainingRun]) -> list[list[dict]]:
