@@ -35,7 +35,7 @@ def test_processes_share_runs_in_small_portions_but_a_gpu_takes_many(monkeypatch
     run = tuple(overrides(settings_of("scaling", "smoke"), "lr_hmda", "d_rr"))
     runs = [TrainingRun(run, seed) for seed in range(24)]
     assert alike(runs, 1) == [list(range(24))]
-    assert alike(runs, 2) == [list(range(start, start + 3)) for start in range(0, 24, 3)]
+    assert alike(runs, 2) == [list(range(first, 24, 8)) for first in range(8)]
     monkeypatch.setattr(training, "pick_device", lambda name: torch.device("cuda"))
     assert alike(runs, 2) == [list(range(24))]
 

@@ -84,8 +84,8 @@ def alike(runs: Sequence[TrainingRun], processes: int) -> list[list[int]]:
     portions = []
     for group in groups(composed, [False] * len(runs), most=AT_ONCE):
         on_gpu = pick_device(composed[group[0]].config.device).type == "cuda"
-        size = AT_ONCE if on_gpu else small
-        portions += [group[start : start + size] for start in range(0, len(group), size)]
+        count = 1 if on_gpu else -(-len(group) // small)
+        portions += [group[first::count] for first in range(count)]
     return portions
 
 
