@@ -72,16 +72,16 @@ class Group(Runs):
         """One row per sorter, seed and epoch; `elapsed` is the training time since the start."""
         import pandas as pd
 
-        tables = []
+        rows = []
         for manifest in self.manifests:
             path = manifest["path"] / METRICS
             lines = read_metrics(path)
             if len(lines) != (epochs := manifest["science"].get("epochs", len(lines))):
                 raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")
-            table = pd.DataFrame(lines)
-            table["elapsed"] = table["seconds"].cumsum()
-            tables.append(table.assign(sorter=_variant(manifest), seed=manifest["seed"]))
-        return pd.concat(tables, ignore_index=True)
+            run = {"sorter": _variant(manifest), "seed": manifest["seed"]}
+            rows += [line | run for line in lines]
+        table = pd.DataFrame(rows)
+        return table.assign(elapsed=table.groupby(["sorter", "seed"])["seconds"].cumsum())
 
     @property
     def sorters(self) -> list[str]:

@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
@@ -153,7 +153,7 @@ class Study:
         parts = self.parts()
         names = {_name(part.key, parts) for part in parts}
         lines = [line for line in self.lines() if _name(line, parts) in names]
-        return pd.concat(map(pd.DataFrame, lines), ignore_index=True)
+        return pd.DataFrame([row for line in lines for row in _rows(line)])
 
     def figure_name(self, which: str = "") -> str:
         """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
@@ -327,6 +327,13 @@ def _looks(seeds: int | Sequence[int]) -> list[int]:
     if not looks or any(before >= after for before, after in pairwise(looks)):
         raise CdgrabError(f"study.seeds must be a whole number, or several that ascend, got {looks}")
     return looks
+
+
+def _rows(line: dict) -> Iterator[dict]:
+    """One for every value of its lists; what is no list is in all of them."""
+    length = max(len(values) for values in line.values() if isinstance(values, list))
+    columns = (values if isinstance(values, list) else repeat(values, length) for values in line.values())
+    return (dict(zip(line, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def _name(line: dict, parts: list[Part]) -> str:
