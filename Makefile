@@ -17,7 +17,7 @@ OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(i
           $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) \
           $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(DATA),--data $(DATA))
 
-.PHONY: help setup test lint bench figures report clean
+.PHONY: help setup test lint bench figures report check-results clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
@@ -76,6 +76,9 @@ figures: $(READY) ## redraw all figures from results/, trials left out, by execu
 
 report: $(READY) ## one table of all runs under results/runs: results/REPORT.md
 	@$(BIN)/python -m scripts.report
+
+check-results: $(READY) ## do notebooks, tables, STUDIES.md and README.md say what results/ says?
+	@$(BIN)/python -m scripts.check_results
 
 clean: ## remove .venv and caches; results stay
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache; find . -name __pycache__ -type d -prune -exec rm -rf {} +

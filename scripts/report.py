@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from experiments.early import exit_status
-from experiments.report import tables
+from experiments.report import readme, tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.text import markdown
-from experiments.store.files import RESULTS
+from experiments.store.files import RESULTS, ROOT
 
 
 def main() -> int:
@@ -25,6 +25,8 @@ def write() -> int:
     if not rows:
         print(f"error: no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}", file=sys.stderr)
         return 1
+    page = ROOT / "README.md"
+    page.write_text(readme.filled(page.read_text()))
     path = RESULTS / "REPORT.md"
     path.write_text(f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n")
     print(path.read_text())

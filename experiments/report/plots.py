@@ -6,7 +6,9 @@ matplotlib is imported when the first figure is drawn, so that code that only co
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 
@@ -22,13 +24,26 @@ PUBLISHED = {"ls": DASHED, "lw": 1.1}  # the paper's curves
 DOTS = {"marker": "o", "ms": 3.4}
 GREY = {"color": "0.6", "lw": 0.8}  # lines to compare with
 SMALL = {"fontsize": 6.5, "color": "0.35"}
+_drawing = ContextVar("drawing", default=True)
+
+
+@contextmanager
+def words_only() -> Iterator[None]:
+    """Within it nothing is drawn, and figures are saved as empty files: for whoever wants the tables of a notebook."""
+    token = _drawing.set(False)
+    try:
+        yield
+    finally:
+        _drawing.reset(token)
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """Decorates a function that draws a figure, so that it uses the style of the project."""
 
     @wraps(draw)
-    def drawn(*arguments, **options) -> Figure:
+    def drawn(*arguments, **options) -> Figure | None:
+        if not _drawing.get():
+            return None
         import matplotlib.pyplot as plt
 
         with plt.style.context(STYLE):
@@ -122,11 +137,15 @@ def finish(figure: Figure, title: str, caption: str) -> Figure:
 
 def save(figure: Figure, name: str) -> list[Path]:
     """PNG and PDF under results/figures; the same results give the same bytes."""
-    import matplotlib.pyplot as plt
-
     folder = figures_folder()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
+    if not _drawing.get():
+        for path in paths:
+            path.touch()
+        return paths
+    import matplotlib.pyplot as plt
+
     with plt.style.context(STYLE):
         figure.savefig(paths[0])
         figure.savefig(paths[1], metadata={"CreationDate": None})
@@ -135,6 +154,7 @@ def save(figure: Figure, name: str) -> list[Path]:
 
 def show() -> None:
     """Show in a notebook what was drawn."""
-    import matplotlib.pyplot as plt
+    if _drawing.get():
+        import matplotlib.pyplot as plt
 
-    plt.show()
+        plt.show()

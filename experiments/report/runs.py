@@ -158,8 +158,10 @@ class Group(Runs):
         return self.manifests[0].get("config", {}).get("columns") or ""
 
     def _measured(self, sorter: str, metric: str) -> DataFrame:
-        rows = self.metrics[self.metrics["sorter"] == sorter]
-        return rows.dropna(subset=metric) if metric in rows else rows.iloc[:0].assign(**{metric: 0.0})
+        table, columns = self.metrics, ["seed", "epoch", "elapsed"]
+        if metric not in table:
+            return table.loc[:-1, columns].assign(**{metric: 0.0})
+        return table.loc[table["sorter"] == sorter, [*columns, metric]].dropna(subset=metric)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 
 from experiments.report.kinds import Series
@@ -55,3 +55,9 @@ def mean_std(values: Series, digits: int, sign: str = "") -> str:
 def plural(count: int, word: str) -> str:
     """1 seed, 2 seeds; 1 process, 2 processes."""
     return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith("s") else "s")
+
+
+def enumerated(words: Iterable[str]) -> str:
+    """1, 2 and 3"""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

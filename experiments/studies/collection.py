@@ -12,7 +12,7 @@ from experiments.store.files import home, write_atomically
 from experiments.store.records import read_manifest
 from experiments.studies.base import Study
 from experiments.studies.verdicts import verdict_table
-from experiments.training.composition import choices, compose_config
+from experiments.training.composition import choices, own_settings
 
 SIZES = ("paper", "quick", "smoke")  # most informative first
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
@@ -71,17 +71,21 @@ def summary(study: Study) -> str:
 
 
 def write_collection(trial: bool = False) -> Path:
+    path = home(trial) / "STUDIES.md"
+    write_atomically(path, collection(trial))
+    return path
+
+
+def collection(trial: bool = False) -> str:
     """The verdicts of all finished studies; of trials, smoke sizes only where there is nothing better."""
     pages = [HEADNOTE]
     for name in choices("study"):
         found = finished(name, trial)
         pages += [_section(study) for study in found if study.size != "smoke" or found[0].size == "smoke"]
-    path = home(trial) / "STUDIES.md"
-    write_atomically(path, "\n".join(pages))
-    return path
+    return "\n".join(pages)
 
 
 def _section(study: Study) -> str:
-    about, figure = compose_config([f"study={study.name}"], "study").study, f"figures/{study.figure_name()}.png"
-    drawn = f"\n![{about.title}]({figure})\n" if (home(study.trial) / figure).exists() else ""
-    return f"## {study.name}: {about.title}\n\n{about.question}\n\n{summary(study)}{drawn}"
+    about, figure = own_settings("study", study.name), f"figures/{study.figure_name()}.png"
+    drawn = f"\n![{about['title']}]({figure})\n" if (home(study.trial) / figure).exists() else ""
+    return f"## {study.name}: {about['title']}\n\n{about['question']}\n\n{summary(study)}{drawn}"

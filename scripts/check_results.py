@@ -1,0 +1,81 @@
+"""Do notebooks, tables, STUDIES.md and README.md say what results/ says? `make check-results`.
+
+What is computed from results/ is computed again, without drawing, and compared word by word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from experiments.early import exit_status
+from experiments.report import plots, readme
+from experiments.report.notebook import FOLDER
+from experiments.store.files import RESULTS, ROOT
+from experiments.studies.collection import collection
+
+
+def main() -> int:
+    return exit_status(check)
+
+
+def check() -> int:
+    found = [*pages(), *notebooks()]
+    for complaint in found:
+        print(complaint, file=sys.stderr)
+    return int(bool(found))
+
+
+def pages() -> Iterator[str]:
+    written = (ROOT / "README.md").read_text()
+    yield from differences("README.md", written, readme.filled(written), "make report")
+    yield from differences("results/STUDIES.md", (RESULTS / "STUDIES.md").read_text(), collection(), "make report")
+
+
+def notebooks() -> Iterator[str]:
+    """What notebooks show in words, the tables that they save, and figures that none of them draws."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CDGRAB_FIGURES=folder):
+        for path in sorted(FOLDER.glob("*.ipynb")):
+            cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+            yield from differences(f"notebooks/{path.name}", shown(cells), computed(cells), "make figures")
+        made, kept = Path(folder), RESULTS / "figures"
+        for name in sorted({path.name for some in (made, kept) for path in some.iterdir()}):
+            if not (kept / name).exists() or not (made / name).exists():
+                yield f"results/figures/{name}: " + ("no notebook makes it" if (kept / name).exists() else "is missing")
+            elif name.endswith(".md"):
+                texts = ((some / name).read_text() for some in (kept, made))
+                yield from differences(f"results/figures/{name}", *texts, "make figures")
+
+
+def shown(cells: list[dict]) -> str:
+    """The Markdown that a notebook's cells have displayed."""
+    outputs = (output.get("data", {}) for cell in cells for output in cell["outputs"])
+    return "\n".join("".join(data["text/markdown"]) for data in outputs if "text/markdown" in data)
+
+
+def computed(cells: list[dict]) -> str:
+    """The Markdown that a notebook's cells display now."""
+    texts, names = [], {}
+    with plots.words_only(), mock.patch("IPython.display.display", lambda shown: texts.append(shown.data)):
+        for cell in cells:
+            exec("".join(cell["source"]), names)
+    return "\n".join(texts)
+
+
+def differences(name: str, written: str, computed: str, command: str) -> Iterator[str]:
+    """One sentence about the first line that is not as computed."""
+    both = written.splitlines(), computed.splitlines()
+    for number in range(max(map(len, both))):
+        old, new = (lines[number].strip() if number < len(lines) else "" for lines in both)
+        if old != new:
+            yield f"{name} does not agree with results/ (`{command}` makes it anew): {old!r} should be {new!r}"
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())
