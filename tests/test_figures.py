@@ -32,7 +32,7 @@ FIGURE = "fig3a_lr_hmda"
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """CD-GraB at 5 − epoch + seed/10, D-RR at 3 + seed/5 for ever: CD-GraB reaches D-RR's 3.2 in epoch 1.9."""
+    """CD-GraB at 5 − epoch + seed/10, D-RR at 3 + seed/5 for ever: CD-GraB reaches D-RR's 3.2 in epoch 2."""
     monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
     folder = tmp_path / FIGURE / "made-up"
     for seed in (0, 1, 2):
@@ -61,20 +61,23 @@ def cells_of(text):
 def test_summary_table_has_the_right_numbers(group):
     text = report.summary(group, METRICS, FIGURE)
     row = next(cells for cells in cells_of(text) if cells[0] == "CD-GraB")
-    assert row == ["CD-GraB", "3", "1.100000 ± 0.100000", "81.000 ± 1.000", "1.9", "2.000"]
+    losses = ["1.600000 ± 0.100000", "1.100000 ± 0.100000"]  # epochs 3 and 4, and 4 alone
+    assert row == ["CD-GraB", "3", *losses, "81.000 ± 1.000", "81.000 ± 1.000", "2", "2.000"]
     # differences -2, -2.1, -2.2: t = -2.1 √3 / 0.1 = -36.4 with two degrees of freedom, p = 1 - t / √(t² + 2)
     differences = {tuple(cells[:2]): cells[2:] for cells in cells_of(text) if "−" in cells[0]}
-    assert differences["CD-GraB − D-RR", "full train loss"] == ["-2.1 ± 0.1", "3 of 3 seeds", "p = 0.00076"]
-    assert differences["CD-GraB − riffle (no balancing)", "full train loss"][0] == "-1.1 ± 0.1"
-    assert differences["riffle (no balancing) − D-RR, shared order", "full train loss"][0] == "-1.4 ± 0.1"
-    assert len(differences) == 2 * 5  # three sorters against D-RR, and the two pairs above
+    last, half = "full train loss, last epoch", "full train loss, last half"
+    assert differences["CD-GraB − D-RR", last] == ["-2.1 ± 0.1", "3 of 3 seeds", "p = 0.00076"]
+    assert differences["CD-GraB − D-RR", half][0] == "-1.6 ± 0.1"
+    assert differences["CD-GraB − riffle (no balancing)", last][0] == "-1.1 ± 0.1"
+    assert differences["riffle (no balancing) − D-RR, shared order", last][0] == "-1.4 ± 0.1"
+    assert len(differences) == 2 * 2 * 5  # three sorters against D-RR, and the two pairs above
     assert "size quick" in text and "made up, 1,234 rows" in text and "3 seeds" in text and "commit abc123" in text
     assert "0.335455" in text  # what the paper reports
 
 
-@pytest.mark.parametrize(("target", "epoch"), [(10.0, 1.0), (3.0, 2.5), (2.0, 3.0), (0.5, None)])
-def test_first_crossing_interpolates(target, epoch):
-    found = report.first_crossing(pd.Series([5.0, 4.0, 2.0], index=[1, 2, 3]), target)
+@pytest.mark.parametrize(("target", "epoch"), [(10.0, 1.0), (4.0, 2.0), (3.0, 3.0), (2.0, 3.0), (0.5, None)])
+def test_epochs_to_a_loss_are_counted(target, epoch):
+    found = report.epochs_to(pd.Series([5.0, 4.0, 2.0], index=[1, 2, 3]), target)
     assert found == epoch if epoch else found != found
 
 
@@ -210,8 +213,8 @@ def test_herding_is_drawn_where_it_was_logged(swept):
     assert [line.get_label() for line in lines] == ["CD-GraB", "D-RR"] * 2  # never the paper's beside other data
     assert list(lines[0].get_xdata()) == [2, 4] and list(lines[1].get_ydata()) == [20.0, 18.0]
     table = report.sweep_summary(sweep, HERDING, "fig9_cifar10_herding")
-    assert re.search(r"\| 4 workers \| CD-GraB \| 1 +\| 9.000000 +\|", table)  # one seed: no spread
-    difference = ["4 workers", "CD-GraB − D-RR", "herding bound, replayed as published", "-9"]
+    assert re.search(r"\| 4 workers \| CD-GraB \| 1 +\| 9.000000 +\| 9.000000 +\|", table)  # one seed: no spread
+    difference = ["4 workers", "CD-GraB − D-RR", "herding bound, replayed as published, last epoch", "-9"]
     assert [*difference, "1 of 1 seeds", "too few seeds"] in cells_of(table)
 
 
@@ -336,15 +339,17 @@ def test_reproduce_all_goes_on_after_a_failing_task_and_ends_with_one_table(repr
     assert table in every and "failed: broken (exit status 2)" in table
     rows = cells_of(table)
     assert [row[0] for row in rows[2:]] == [
-        *["lr_hmda, 4 workers"] * 2,
-        *["lstm_wiki2, 4 workers"] * 2,
-        *["mlp_m4, 32 workers"] * 2,
-        *("cifar10, 4 workers", "cifar10, 4 workers", "cifar10, 64 workers", "cifar10, 64 workers"),
-        *("cifar10, 4 workers", "cifar10, 64 workers"),  # the herding bound
-        *["gpt2_wiki103, 4 workers"] * 2,
+        *["lr_hmda, 4 workers"] * 4,  # two metrics, each of the last half and of the last epoch
+        *["lstm_wiki2, 4 workers"] * 4,
+        *["mlp_m4, 32 workers"] * 4,
+        *["cifar10, 4 workers"] * 4,
+        *["cifar10, 64 workers"] * 4,
+        *["cifar10, 4 workers"] * 2,  # the herding bound
+        *["cifar10, 64 workers"] * 2,
+        *["gpt2_wiki103, 4 workers"] * 4,
         "glue, SST-2",
     ]
-    row = dict(zip(rows[0], rows[2], strict=True))
+    row = dict(zip(rows[0], rows[3], strict=True))
     runs = checkout / "results" / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "embedded-smoke"
     ours, theirs = (read_metrics(runs / f"{s}-s0" / "metrics.jsonl")[-1]["train_loss"] for s in ("cd_grab", "d_rr"))
     assert row["CD-GraB − D-RR"] == f"{ours - theirs:+.3g}" and row["size"] == "smoke"

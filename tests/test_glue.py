@@ -470,7 +470,7 @@ def write_run(folder, dataset, sorter, seed, accuracies, mismatched=None):
 
 def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
     folders = [tmp_path / "table1_glue" / f"GLUE-quick,dataset={name}" for name in ("RTE", "MNLI")]
-    for seed in (0, 1):
+    for seed in (0, 1, 2):
         write_run(folders[0], "RTE", "cd_grab", seed, [50.0, 60.0 + seed, 55.0])
         write_run(folders[0], "RTE", "d_rr", seed, [59.0, 58.0, 57.0])
         write_run(folders[1], "MNLI", "cd_grab", seed, [70.0, 71.0], [80.0, 60.0 + seed])
@@ -480,19 +480,19 @@ def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:5]]
     assert cells == [
         [
-            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 2 seeds", "50.00"),
+            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 3 seeds", "50.00"),
             *("65.91 ± 0.46", "65.42 ± 0.36", "+0.49"),
         ],
         [
-            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "2 of 2 seeds", "50.00"),
+            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "3 of 3 seeds", "50.00"),
             *("64.36 ± 2.03", "63.93 ± 1.63", "+0.43"),
         ],
-        ["RTE", "60.50 ± 0.71", "59.00 ± 0.00", "+1.50 ± 0.71", "2 of 2 seeds", "25.00", "–", "–", "–"],
+        ["RTE", "61.00 ± 1.00", "59.00 ± 0.00", "+2.00 ± 1.00", "3 of 3 seeds", "25.00", "–", "–", "–"],
     ]
     assert "GLUE RTE, 9 rows · size quick" in text and "linear head on frozen some-encoder" in text
     drawn = figures_glue.figure(sweep, "title")
     accuracies = drawn.axes[0].get_lines()[0]
-    assert list(accuracies.get_ydata()) == [71.0, 80.0, 60.5] and len(drawn.axes) == 3 + 3
+    assert list(accuracies.get_ydata()) == [71.0, 80.0, 61.0] and len(drawn.axes) == 3 + 3
     assert "CD-GraB, paper" not in [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
 
 

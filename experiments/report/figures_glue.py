@@ -10,8 +10,7 @@ from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import BASELINE, GLUE, LOSS, OURS
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep, pretrained_by
-from experiments.report.statistics import FEWEST_SEEDS
-from experiments.report.text import markdown, mean_std
+from experiments.report.text import FEWEST_SEEDS, markdown, mean_std
 
 EXPERIMENT = "table1_glue"
 PAIR = {names.sorter_label(sorter): sorter for sorter in (OURS, BASELINE)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,6 +74,11 @@ def published(
 def published_metrics(experiment: str) -> tuple[str, ...]:
     """The metrics of our runs that the paper gives for an experiment."""
     return tuple(dict.fromkeys(metric for source in PUBLISHED.get(experiment, ()) for metric in source.metrics))
+
+
+def last_half(curve: DataFrame) -> float:
+    """The mean over the last half of the epochs. A pair of epochs that begins in the first half does not count."""
+    return float(curve["mean"][curve["x"] > math.ceil(curve["x"].max()) / 2 + 0.5].mean())
 
 
 @cache

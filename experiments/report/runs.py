@@ -12,7 +12,7 @@ from pathlib import Path
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import counted, sorter_label
-from experiments.report.statistics import FEWEST_SEEDS
+from experiments.report.text import FEWEST_SEEDS
 from experiments.store.files import RESULTS
 from experiments.store.records import METRICS, read_manifest, read_metrics
 
@@ -106,6 +106,11 @@ class Group(Runs):
         rows = self._measured(sorter, metric)
         return rows[rows["epoch"] == rows["epoch"].max()].set_index("seed")[metric].sort_index()
 
+    def last_half(self, sorter: str, metric: str) -> Series:
+        """The mean over the last half of the epochs, of every seed: single epochs scatter more than sorters differ."""
+        rows = self._measured(sorter, metric)
+        return rows[rows["epoch"] > rows["epoch"].max() / 2].groupby("seed")[metric].mean()
+
     def best(self, sorter: str, metric: str) -> Series:
         """The highest value of every seed."""
         return self._measured(sorter, metric).groupby("seed")[metric].max()
@@ -187,6 +192,16 @@ def groups(experiment: str) -> list[Group]:
     """Groups of an experiment that have finished runs: all but trials, or the one that CDGRAB_GROUP names."""
     only = _only(experiment)
     return _finished(experiment, [only] if only else _folders(experiment), trials=bool(only))
+
+
+def papers_size(experiment: str) -> list[Group]:
+    """Groups of finished runs of the paper's size, on real data."""
+    found = [group for group in map(Group, _folders(experiment)) if group.manifests]
+    return [
+        group
+        for group in found
+        if not any(m["data"]["embedded"] or m.get("size", "paper") != "paper" for m in group.manifests)
+    ]
 
 
 def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:

@@ -16,9 +16,8 @@ from functools import cache
 import numpy as np
 
 from experiments.report.kinds import DataFrame, Series
-from experiments.report.text import signed
+from experiments.report.text import FEWEST_SEEDS, plural, signed
 
-FEWEST_SEEDS = 3  # for a p value or a band
 ERROR = 0.05  # the share of intervals that may miss the truth
 _looks = ContextVar("looks", default=1)
 
@@ -36,7 +35,7 @@ def looking(times: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or median over seeds with its confidence interval; one seed says nothing about the spread. A number that
+    """A mean or median over seeds with its confidence interval, which is infinite where they are too few. A number that
     is `counted`, not measured, has neither seeds nor interval."""
 
     mean: float
@@ -50,8 +49,8 @@ class Estimate:
             return f"{signed(self.mean)}, counted"
         if not self.seeds:
             return "–"
-        if self.seeds < 2:
-            return f"{signed(self.mean)}, one seed"
+        if self.seeds < FEWEST_SEEDS:
+            return f"{signed(self.mean)}, {plural(self.seeds, 'seed')}"
         return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
 
 
@@ -61,8 +60,8 @@ def estimate(values: Sequence[float] | Estimate) -> Estimate:
         return values
     values = np.asarray(values, dtype=float)
     values = values[np.isfinite(values)]
-    if len(values) < 2:
-        return Estimate(float(values[0]) if len(values) else math.nan, -math.inf, math.inf, len(values))
+    if len(values) < FEWEST_SEEDS:
+        return Estimate(float(values.mean()) if len(values) else math.nan, -math.inf, math.inf, len(values))
     half = _t_quantile(len(values) - 1, _looks.get()) * values.std(ddof=1) / math.sqrt(len(values))
     return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
 
@@ -84,8 +83,8 @@ def counted(value: float) -> Estimate:
 
 
 def paired_p(differences: Sequence[float]) -> float:
-    """Two-sided p value of the paired t-test that the mean difference is zero; NaN for fewer than two pairs."""
-    if len(differences) < 2:
+    """Two-sided p value of the paired t-test that the mean difference is zero; NaN for too few pairs."""
+    if len(differences) < FEWEST_SEEDS:
         return math.nan
     if len(set(differences)) == 1:  # no spread at all, which scipy refuses to judge
         return 0.0 if differences[0] else 1.0

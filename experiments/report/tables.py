@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from experiments.report.kinds import Series
-from experiments.report.names import BASELINE, OURS, column_title, higher_is_better, metric_label, sorter_label
-from experiments.report.published import published, published_metrics
+from experiments.report.names import (
+    BASELINE,
+    OURS,
+    PUBLISHED_SORTERS,
+    column_title,
+    higher_is_better,
+    metric_label,
+    sorter_label,
+)
+from experiments.report.published import last_half, published, published_metrics
 from experiments.report.runs import Group, Sweep
-from experiments.report.statistics import FEWEST_SEEDS, paired_p
+from experiments.report.statistics import paired_p
 from experiments.report.text import markdown, mean_std
 
 HEADNOTE = (
-    "Last epoch (validation accuracies: best epoch), mean ± sample standard deviation over seeds; differences and the "
-    "two-sided t-test are paired over seeds, at least three of them. The paper's difference is that of its own curves' "
-    "last points, on its own data."
+    "Mean over the last half of the epochs, and the last epoch (validation accuracies: the best epoch of each seed), ± "
+    "sample standard deviation over seeds; differences and the two-sided t-test are paired over seeds, at least three "
+    "of them. The paper's difference is that of its own curves, on its own data."
 )
+LAST_HALF, LAST_EPOCH, BEST_EPOCH = "last half", "last epoch", "best epoch"
+ENDS = {LAST_HALF: Group.last_half, LAST_EPOCH: Group.final}  # what a curve ends at, one value per seed
+PAPERS_ENDS = {LAST_HALF: last_half, LAST_EPOCH: lambda curve: float(curve["mean"].iloc[-1])}
 # Further pairs, if the runs exist: what the published code really compares on M4 and WikiText-2, and ours against it
 PAIRS = ((OURS, "riffle"), ("riffle", "d_rr,shared=True"))
 
@@ -27,7 +38,7 @@ def summary(group: Group, metrics: tuple[str, ...], experiment: str) -> str:
     A metric in the published code's form is shown together with the metric itself.
     """
     metrics = tuple(dict.fromkeys([*metrics, *(metric.removesuffix("_authors") for metric in metrics)]))
-    notes = [group.caption() + ".", *_published_finals(experiment, metrics, group.column)]
+    notes = [group.caption() + ".", *_published_ends(experiment, metrics, group.column)]
     return _page(list(_rows(group, metrics)), _differences(group, metrics), notes)
 
 
@@ -38,33 +49,42 @@ def sweep_summary(sweep: Sweep, metrics: tuple[str, ...], experiment: str) -> st
         title = column_title(sweep.setting, group.setting(sweep.setting))
         rows += [{"": title} | row for row in _rows(group, metrics)]
         differences += [{"": title} | row for row in _differences(group, metrics)]
-        notes += [f"{title}: {note}" for note in _published_finals(experiment, metrics, group.column)]
+        notes += [f"{title}: {note}" for note in _published_ends(experiment, metrics, group.column)]
     return _page(rows, differences, notes)
 
 
 def comparison(experiment: str, groups: Iterable[Group]) -> list[dict[str, str]]:
-    """CD-GraB against D-RR on the metrics that the paper reports: one row per group and metric."""
+    """CD-GraB against D-RR on the metrics that the paper reports: one row per group, metric and what is compared."""
     own = published_metrics(experiment)
     plain = tuple(metric.removesuffix("_authors") for metric in own)
     return [
-        _compared(experiment, group, metric)
+        _compared(experiment, group, metric, when)
         for group in groups
         if {OURS, BASELINE} <= set(group.sorters)
         for metric in (own if group.like_the_paper else plain)
         if metric in group.metrics
+        for when in ends(metric)
     ]
 
 
-def first_crossing(curve: Series, target: float) -> float:
-    """The epoch at which a falling curve first reaches `target`, linearly interpolated; NaN if it never does."""
+def ends(metric: str) -> dict[str, Callable[[Group, str, str], Series]]:
+    """What is compared: means over the last half of the epochs, and last epochs; validation accuracies where they are
+    best, as in the paper's table."""
+    return {BEST_EPOCH: Group.best} if metric.startswith("val_accuracy") else ENDS
+
+
+def papers_ends(experiment: str, metric: str, column: str | float | None, when: str = LAST_HALF) -> dict[str, float]:
+    """What the paper's curves end at, by sorter. Its validation accuracies are the best ones."""
+    curves = published(experiment, metric, column=column)
+    return {
+        PUBLISHED_SORTERS[series]: PAPERS_ENDS.get(when, PAPERS_ENDS[LAST_EPOCH])(c) for series, c in curves.items()
+    }
+
+
+def epochs_to(curve: Series, target: float) -> float:
+    """The first epoch after which a falling curve is at `target` or below, counted; NaN if it never is."""
     below = curve[curve <= target]
-    if below.empty:
-        return math.nan
-    epoch = below.index[0]
-    if epoch == curve.index[0]:
-        return float(epoch)
-    earlier = curve[:epoch].index[-2]
-    return float(earlier + (epoch - earlier) * (curve[earlier] - target) / (curve[earlier] - curve[epoch]))
+    return math.nan if below.empty else float(below.index[0])
 
 
 def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
@@ -74,10 +94,13 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
         if curve.empty:  # a metric that these runs did not log
             continue
         row = {"sorter": group.label(sorter), "seeds": str(len(group.final(sorter, loss)))}
-        row |= {f"final {metric_label(metric)}": _mean_std(group.final(sorter, metric)) for metric in metrics}
+        for metric in metrics:
+            row |= {
+                f"{metric_label(metric)}, {when}": _mean_std(of(group, sorter, metric)) for when, of in ENDS.items()
+            }
         if BASELINE in group.sorters and "loss" in loss:
-            epoch = first_crossing(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
-            row["epochs to D-RR's final loss"] = "not reached" if math.isnan(epoch) else f"{epoch:.1f}"
+            epoch = epochs_to(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
+            row["epochs to D-RR's last loss"] = "not reached" if math.isnan(epoch) else f"{epoch:g}"
         row["seconds per epoch"] = f"{curve['elapsed'].iloc[-1] / curve.index[-1]:.3f}" if group.timed else "–"
         yield row
 
@@ -85,11 +108,12 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
 def _differences(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]:
     pairs = [(sorter, BASELINE) for sorter in group.sorters if sorter != BASELINE] + list(PAIRS)
     return [
-        {"difference": f"{group.label(first)} − {group.label(second)}", "final": metric_label(metric)}
-        | _paired(group.final(first, metric) - group.final(second, metric), metric)
+        {"difference": f"{group.label(first)} − {group.label(second)}", "of": f"{metric_label(metric)}, {when}"}
+        | _paired(of(group, first, metric) - of(group, second, metric), metric)
         for first, second in pairs
         if {first, second} <= set(group.sorters)
         for metric in metrics
+        for when, of in ENDS.items()
     ]
 
 
@@ -102,54 +126,53 @@ def _paired(difference: Series, metric: str) -> dict[str, str]:
     """Over the seeds that both have."""
     difference = difference.dropna()
     better = (difference > 0) if higher_is_better(metric) else (difference < 0)
-    p = paired_p(difference.tolist()) if len(difference) >= FEWEST_SEEDS else math.nan
+    p = paired_p(difference.tolist())
+    spread = "" if math.isnan(p) else f" ± {difference.std():.2g}"
     return {
-        "mean ± std": f"{difference.mean():+.3g}" + f" ± {difference.std():.2g}" * (len(difference) > 1),
+        "mean ± std": f"{difference.mean():+.3g}{spread}",
         "better on": f"{better.sum()} of {len(difference)} seeds",
-        "paired t-test": "too few seeds" if math.isnan(p) else f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4",
+        "paired t-test": "too few seeds" if math.isnan(p) else p_value(p),
     }
 
 
-def _compared(experiment: str, group: Group, metric: str) -> dict[str, str]:
-    """The values of the last epoch; for validation accuracies of the best epoch, as in the paper's table."""
-    read, first = group.best if metric.startswith("val_accuracy") else group.final, group.manifests[0]
-    ours, baseline, columns = read(OURS, metric), read(BASELINE, metric), group.columns or "workers"
+def p_value(p: float) -> str:
+    return f"p = {p:.2g}" if p >= 1e-4 else "p < 1e-4"
+
+
+def _compared(experiment: str, group: Group, metric: str, when: str) -> dict[str, str]:
+    first, columns = group.manifests[0], group.columns or "workers"
+    ours, baseline = (ends(metric)[when](group, sorter, metric) for sorter in (OURS, BASELINE))
     paired = _paired(ours - baseline, metric)
     return {
         "task": f"{first['task']}, {column_title(columns, group.setting(columns))}",
         "data": ("EMBEDDED: " if first["data"]["embedded"] else "") + first["data"]["description"],
         "size": first.get("size", "paper"),
         "seeds": str(len((ours - baseline).dropna())),
-        "metric": metric_label(metric),
+        "metric": f"{metric_label(metric)}, {when}",
         sorter_label(BASELINE): _mean_std(baseline),
         sorter_label(OURS): _mean_std(ours),
         f"{sorter_label(OURS)} − {sorter_label(BASELINE)}": paired.pop("mean ± std"),
         **paired,
-        "the paper's difference": _papers_difference(experiment, group, metric),
+        "the paper's difference": _papers_difference(experiment, group, metric, when),
     }
 
 
-def _papers_difference(experiment: str, group: Group, metric: str) -> str:
-    """The paper's difference at its last epoch. Our own metric is compared with the published code's form of it."""
+def _papers_difference(experiment: str, group: Group, metric: str, when: str) -> str:
+    """Our own metric is compared with the published code's form of it."""
     theirs = metric if metric in published_metrics(experiment) else f"{metric}_authors"
-    finals = _finals(experiment, theirs, group.column)
-    both = sorter_label(OURS), sorter_label(BASELINE)
-    return f"{finals[both[0]] - finals[both[1]]:+.3g}" if {*both} <= set(finals) else "–"
+    values = papers_ends(experiment, theirs, group.column, when)
+    return f"{values[OURS] - values[BASELINE]:+.3g}" if {OURS, BASELINE} <= set(values) else "–"
 
 
-def _published_finals(experiment: str, metrics: tuple[str, ...], column: str | float | None) -> list[str]:
-    known = {metric: finals for metric in metrics if (finals := _finals(experiment, metric, column))}
-    parts = [
-        f"{metric_label(metric)} " + ", ".join(f"{series} {value:.6g}" for series, value in finals.items())
-        for metric, finals in known.items()
+def _published_ends(experiment: str, metrics: tuple[str, ...], column: str | float | None) -> list[str]:
+    return [
+        f"The paper, on its own data: {metric_label(metric)}, {when}: "
+        + ", ".join(f"{sorter_label(sorter)} {value:.6g}" for sorter, value in values.items())
+        + "."
+        for metric in metrics
+        for when in ENDS
+        if (values := papers_ends(experiment, metric, column, when))
     ]
-    return [f"The paper, on its own data: {'; '.join(parts)}."] if parts else []
-
-
-def _finals(experiment: str, metric: str, column: str | float | None) -> dict[str, float]:
-    """The last points of the paper's curves, by series."""
-    curves = published(experiment, metric, column=column)
-    return {series: curve["mean"].iloc[-1] for series, curve in curves.items()}
 
 
 def _mean_std(values: Series) -> str:

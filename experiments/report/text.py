@@ -8,6 +8,8 @@ from functools import wraps
 from experiments.report.kinds import Series
 from experiments.store.files import figures_folder
 
+FEWEST_SEEDS = 3  # for a spread, a band or a p value
+
 
 def markdown(rows: list[dict[str, str]]) -> str:
     """A Markdown table; every row has the same keys."""
@@ -45,10 +47,10 @@ def minus(text: object) -> str:
 
 
 def mean_std(values: Series, digits: int, sign: str = "") -> str:
-    """For instance 3.00 ± 0.82, the sample's standard deviation. A single value has none; no value at all gives –."""
+    """For instance 3.00 ± 0.82, the sample's standard deviation. Too few have none; no value at all gives –."""
     if not len(values):
         return "–"
-    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+    spread = f" ± {values.std():.{digits}f}" if len(values) >= FEWEST_SEEDS else ""
     return f"{values.mean():{sign}.{digits}f}{spread}"
 
 
