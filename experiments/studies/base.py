@@ -273,10 +273,11 @@ def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
 
 
 def _work(parts: list[Part], jobs: int) -> list[list[Part]]:
-    """Parts that are computed together: runs that are alike, in portions for `jobs` processes; others by themselves."""
+    """Parts that are computed together: runs that are alike, in portions for `jobs` processes; then the others, one by
+    one, since small ones fill the gaps at the end."""
     runs = [part for part in parts if part.run]
-    others = [[part] for part in parts if not part.run]
-    return others + [[runs[number] for number in group] for group in alike([part.run for part in runs], jobs)]
+    groups = [[runs[number] for number in group] for group in alike([part.run for part in runs], jobs)]
+    return groups + [[part] for part in parts if not part.run]
 
 
 def _begin_worker() -> None:

@@ -20,8 +20,8 @@ HEADNOTE = """# Studies: the theory and its open questions, as experiments that 
 Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the
 threshold; **fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in
 brackets, where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says
-why). Margins are round numbers, the same in all studies: 0.5 % of D-RR's train loss, 1 % where losses are divided, 10 %
-of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of times over pairs of epochs; what is counted
+why). Margins are round numbers, the same in all studies: 0.5 % of D-RR's train loss (of a slope, over all alphas), 1 %
+where losses are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of times over pairs of epochs; what is counted
 has none. A claim about every rate or worker count holds where it holds at each, fails where it fails at one, and else
 is undecided or equal where it is so at one; the line shows which decides.
 
