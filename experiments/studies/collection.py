@@ -17,20 +17,19 @@ from experiments.training.composition import choices, own_settings
 SIZES = ("paper", "quick", "smoke")  # most informative first
 HEADNOTE = """# Studies: the theory and its open questions, as experiments that can fail
 
-Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the
-threshold; **fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in
-brackets, where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says
-why). Margins are round numbers, the same in all studies: 0.5 % of D-RR's train loss (of a slope, over all alphas), 1 %
-where losses are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of times over pairs of epochs; what is counted
-has none. A claim about every rate or worker count holds where it holds at each, fails where it fails at one, and else
-is undecided or equal where it is so at one; the line shows which decides.
+Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the threshold;
+**fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in brackets,
+where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says why). Margins
+are round numbers, the same in all studies: 0.5 % of D-RR's train loss (of a slope, over all alphas), 1 % where losses
+are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of times over pairs of epochs;
+what is counted has none. A claim about every rate or worker count holds where it holds at each, fails where it fails at
+one, and else is undecided or equal where it is so at one; the line shows which decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
 decision stands, and the column `seeds` says how many it took; what is undecided has taken all that its study allows.
-Judging repeatedly makes errors more likely, so every
-look has an equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four
-times as large. A study that looks once has 95 % intervals; so have tables and figures of the notebooks, which show all
-seeds.
+Judging repeatedly makes errors more likely, so every look has an equal share of the 5 % (Bonferroni): with four looks
+each interval is a 98.75 % one, and p values are four times as large. A study that looks once has 95 % intervals; so
+have tables and figures of the notebooks, which show all seeds.
 
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
