@@ -21,7 +21,7 @@ from experiments.tasks import make_task
 from experiments.training.compiled import Compiled
 from experiments.training.config import compose
 from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
-from experiments.training.gradients import MANY, FlatParameters, gradient_function, over_replicas, summed, together
+from experiments.training.gradients import FlatParameters, gradient_function, over_replicas, summed, together
 
 WORKERS, UNITS = 2, 3
 
@@ -113,7 +113,7 @@ def test_runs_whose_sorters_do_not_look_get_the_same_mean_gradients(problem, loo
     owned, batch = torch.empty(3, WORKERS, 1), [tensor[:, :1].expand(3, *tensor[:, :1].shape) for tensor in batch]
     parameters = parameters * torch.tensor([[1.0], [0.9], [1.1]], dtype=torch.float64)
     each = summed(gradient_function(task, flat, bool(lookers)), WORKERS)
-    monkeypatch.setitem(MANY, "cpu", 0)
+    monkeypatch.setattr("experiments.training.gradients.MANY", 0)
     units, means, losses = together(task, flat, each, "vmap", owned, lookers)(parameters, *batch)
     expected_units, expected_means, expected_losses = over_replicas(each, lookers, "vmap")(parameters, *batch)
     assert units.numel() == expected_units.numel() == lookers * WORKERS * flat.dim

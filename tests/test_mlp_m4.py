@@ -13,8 +13,9 @@ from experiments.data import m4
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
 from experiments.tasks.mlp_m4 import cut_windows
+from experiments.training.compiled import Compiled
 from experiments.training.config import compose
-from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.gradients import FlatParameters, by_factors, gradient_function, over_replicas
 
 real_data = pytest.mark.skipif(
     not (Path(os.environ.get("CDGRAB_DATA", "")) / "m4" / "Weekly-train.csv").is_file(),
@@ -70,6 +71,22 @@ def test_gradients_equal_a_one_by_one_loop(task, how, units):
     torch.testing.assert_close(means, gradients.mean(1), rtol=0, atol=1e-12)
 
 
+def test_gradients_of_several_runs_from_factors_equal_those_of_each(task):
+    """As traced: with operations in place."""
+    flat = FlatParameters(task.model)
+    parameters = flat.flatten({name: p.detach() for name, p in task.model.named_parameters()})
+    inputs = (torch.stack([parameters, 2 * parameters]), *task.fetch("train", torch.arange(6).view(2, 3, 1)))
+    each = over_replicas(gradient_function(task, flat, per_unit=True), 2, "vmap")
+    compute = Compiled(by_factors(task, flat, lookers=1)).for_inputs(*inputs)
+    with torch.no_grad():
+        expected, _, expected_losses = each(*inputs)
+        for _ in range(3):  # TorchScript optimises until its third call
+            gradients, mean, losses = compute(*inputs)
+    torch.testing.assert_close(gradients, expected[:1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(mean, expected.mean((1, 2)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)
+
+
 def test_metrics_equal_a_plain_loop(task):
     parameters = {name: p.detach() for name, p in task.model.named_parameters()}
     everything = torch.arange(task.train_units)
@@ -110,6 +127,6 @@ def test_a_small_run(tmp_path):
 
 @real_data
 def test_the_papers_counts():
-    task = make("task.truncate=true", "size=paper")
+    task = make("task.truncate=true", "size=paper", "workers=32")
     assert task.rows == {"all": 119_316, "train": 107_384, "series": 359}
     assert task.partition(torch.randperm(task.train_units)).shape == (32, 3_354)

@@ -43,6 +43,9 @@ class Task:
     # (parameters [runs, ...], carry, *batch [runs, workers, ...], into): `loss` of all workers of several runs at once;
     # writes the gradients into tensors [runs, workers, ...]. For tasks on which backward passes are too slow.
     write_gradients: Callable[..., tuple[Tensor, tuple]] | None = None
+    # (parameters [runs, ...], *batch [runs, workers, ...]): losses [runs, workers] and, for every linear layer, slopes
+    # [runs, workers, n, outputs] and inputs [runs, workers, n, inputs], whose products are the gradients of its weight.
+    factors: Callable[..., tuple[Tensor, list[tuple[Tensor, Tensor]]]] | None = None
     train_labels: Tensor | None = None  # classes of the training units, if they have any
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:

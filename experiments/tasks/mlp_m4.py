@@ -53,6 +53,30 @@ class MlpM4(Task):
         past, future = batch
         return (self._forecast(parameters, past, future.shape[-1]) - future).square().mean(), carry
 
+    def factors(self, parameters: dict[str, Tensor], past: Tensor, future: Tensor) -> tuple[Tensor, list]:
+        tensors = list(parameters.values())
+        layers = list(zip(tensors[::2], tensors[1::2], strict=True))  # weights and biases
+        inputs, slopes = ([[] for _ in layers] for _ in range(2))  # of each layer, by forecast
+        values, (length, steps) = past, (past.shape[-1], future.shape[-1])
+        for step in range(steps):
+            value = values[..., step:]
+            for number, (weight, bias) in enumerate(layers):
+                value = value.relu() if number else value
+                inputs[number].append(value)
+                value = torch.baddbmm(bias[:, None], value, weight.mT)
+            values = torch.cat([values, value], dim=-1)
+        errors = values[..., length:] - future
+        by_value = torch.cat([torch.zeros_like(past), errors * (2 / steps)], dim=-1)  # the loss's derivatives
+        for step in reversed(range(steps)):
+            slope = by_value[..., length + step, None]
+            for number in reversed(range(len(layers))):
+                slopes[number].insert(0, slope)
+                slope = torch.bmm(slope, layers[number][0])
+                slope = slope * (inputs[number][step] > 0) if number else slope
+            by_value[..., step : step + length].add_(slope)
+        pairs = zip(slopes, inputs, strict=True)
+        return errors.square().mean(-1), [(torch.stack(slope, 2), torch.stack(value, 2)) for slope, value in pairs]
+
     def measure(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
         past, future = self.fetch(split, units)
         forecast = self._forecast(parameters, past, future.shape[-1])

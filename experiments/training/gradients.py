@@ -33,8 +33,7 @@ class FlatParameters:
 
 
 GRADIENTS = ("vmap", "backward")
-# numbers in the gradients of all workers: worth two functions, if some runs need only their mean
-MANY = {"cpu": 2**17, "cuda": 2**20}
+MANY = 2**20  # numbers in the gradients of all workers: worth two functions, if some runs need only their mean
 GradientFunction = Callable[..., tuple[Tensor, ...]]
 
 
@@ -113,8 +112,10 @@ def together(
     if how == "backward" and task.write_gradients and owned.is_cuda:
         function = at_once(task, flat, lookers)
         return function if every_worker else summed(function, workers)
+    if task.factors and task.units_per_step == 1 and not (every_worker or owned.is_cuda):
+        return by_factors(task, flat, lookers)
     function = over_replicas(compute, lookers, how)
-    needs_all = every_worker or lookers == replicas or (lookers and workers * flat.dim < MANY[owned.device.type])
+    needs_all = every_worker or lookers == replicas or (lookers and workers * flat.dim < MANY)
     if needs_all or how == "backward" or task.first_carry(1):
         return function
     others = vmap(pooled(task, flat))
@@ -131,7 +132,7 @@ def over_replicas(compute: GradientFunction, lookers: int, how: str) -> Gradient
     on_all = vmap(compute) if how == "vmap" else one_by_one
 
     def function(*inputs: Tensor) -> tuple[Tensor, ...]:
-        unit_gradients, *rest = on_all(*(tensor.contiguous() for tensor in inputs))  # or vmap may copy all weights
+        unit_gradients, *rest = on_all(*inputs)
         return unit_gradients[:lookers], *rest
 
     return function
@@ -171,6 +172,24 @@ def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
         into = flat.unflatten(gradients)
         losses, carry = task.write_gradients(flat.unflatten(parameters), inputs[:carried], *batch, into)
         return gradients[:lookers, :, None], gradients, losses, *carry
+
+    return function
+
+
+def by_factors(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:
+    """For a task of linear layers that has `factors` and visits one unit per step. The mean over the workers is a
+    product of matrices too, so that the gradients of single workers are computed only for sorters that look at them."""
+
+    def multiplied(factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """slopes [..., n, outputs] and inputs [..., n, inputs] -> [..., dim]"""
+        layers = (((slopes.mT @ inputs).flatten(-2), slopes.sum(-2)) for slopes, inputs in factors)
+        return torch.cat([gradient for layer in layers for gradient in layer], dim=-1)
+
+    def function(parameters: Tensor, *batch: Tensor) -> tuple[Tensor, ...]:
+        losses, factors = task.factors(flat.unflatten(parameters), *(tensor[:, :, 0] for tensor in batch))
+        gradients = multiplied([(slopes[:lookers], inputs[:lookers]) for slopes, inputs in factors])
+        total = multiplied([(slopes.flatten(1, 2), inputs.flatten(1, 2)) for slopes, inputs in factors])
+        return gradients[:, :, None], total / losses.shape[1], losses
 
     return function
 
