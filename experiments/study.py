@@ -22,8 +22,9 @@ from cdgrab.checks import count
 from experiments.early import exit_status
 from experiments.report.notebook import execute
 from experiments.store.files import ROOT, home
-from experiments.studies.base import Part, Study, carry_out, compose_study
+from experiments.studies.base import Study, carry_out, compose_study
 from experiments.studies.collection import summary, write_collection
+from experiments.studies.parts import Part
 from experiments.training.composition import choices, compose_config
 from experiments.training.memory import keep_freed_memory
 

@@ -21,7 +21,8 @@ from experiments.store import files
 from experiments.store.files import ROOT
 from experiments.store.lock import locked
 from experiments.studies import collection, herding
-from experiments.studies.base import Part, Study, carry_out, compose_study
+from experiments.studies.base import Study, carry_out, compose_study
+from experiments.studies.parts import Part
 from experiments.studies.verdicts import judge
 from experiments.study import main
 from experiments.training.composition import choices, compose_config
@@ -198,14 +199,14 @@ KILLED = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from experiments.studies import base
+from experiments.studies.parts import Part, computed
 
 def announce(folder):
     Path(folder, str(os.getpid())).touch()
     time.sleep(300)
 
 if __name__ == "__main__":
-    list(base._computed([base.Part({"part": 1}, partial(announce, sys.argv[1]))], jobs=2))
+    list(computed([Part({"part": 1}, partial(announce, sys.argv[1]))], jobs=2))
 """
 
 

@@ -18,20 +18,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, pairwise, repeat
-from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cdgrab.checks import count, one_of
@@ -42,36 +34,14 @@ from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import home
 from experiments.store.lock import locked
-from experiments.studies.training import Columns, TrainingRun, alike, outcome, outcomes
+from experiments.studies.parts import Part, computed
 from experiments.studies.verdicts import UNDECIDED, Verdict
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
-from experiments.training.extensions import load_extensions
-from experiments.training.memory import keep_freed_memory
 
-Progress = Callable[[Iterable[tuple["Part", dict]], int], Iterable[tuple["Part", dict]]]  # shows how many of how many
+Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
 NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
-
-
-@dataclass(frozen=True)
-class Part:
-    """`key` names it, with the same names for all parts; `compute` gives further columns, lists of equal length."""
-
-    key: dict
-    compute: Callable[[], dict[str, list]]
-    alone: bool = False  # it measures time: nothing else may run beside it
-    run: TrainingRun | None = None  # what is trained where `compute` is its outcome: runs that are alike train together
-
-
-def trained(key: dict, run_overrides: list[str], seed: int, columns: Columns = outcome) -> Part:
-    """A training run. Its columns are what it is judged by."""
-    run = TrainingRun(tuple(run_overrides), seed, columns)
-    return Part(key, partial(_outcome, run), run=run)
-
-
-def _outcome(run: TrainingRun) -> dict[str, list]:
-    return outcomes([run])[0]
 
 
 @dataclass(frozen=True)
@@ -241,65 +211,13 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
     for look in study.looks:
         missing = [part for part in study.at(look).parts() if _name(part.key, parts) not in done]
         together, alone = ([part for part in missing if part.alone == wanted] for wanted in (False, True))
-        for part, columns in progress(chain(_computed(together, jobs), _computed(alone, 1)), len(missing)):
+        for part, columns in progress(chain(computed(together, jobs), computed(alone, 1)), len(missing)):
             done[_name(part.key, parts)] = part.key | columns
             records.append(study.directory, part.key | columns)
         _write_in_order(study, done, parts)
         if look == study.looks[-1] or not any(verdict.needs_seeds for verdict in study.verdicts(look)):
             break
     records.write_manifest(study.directory / records.MANIFEST, records.finish(manifest, seeds=look))
-
-
-def _computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
-    """Parts with their columns, as soon as they are done: what is finished must not wait for what takes long."""
-    work = _work(parts, jobs)
-    if jobs == 1:
-        for some in work:
-            yield from zip(some, _timed(some), strict=True)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
-        try:
-            by_future = {pool.submit(_timed, some): some for some in work}
-            for future in as_completed(by_future):
-                yield from zip(by_future[future], future.result(), strict=True)
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in active_children():
-                process.terminate()
-            if isinstance(error, BrokenProcessPool):
-                reason = "perhaps because memory ran out; jobs=1 needs the least"
-                raise CdgrabError(f"a process was killed, {reason}") from error
-            raise
-
-
-def _work(parts: list[Part], jobs: int) -> list[list[Part]]:
-    """Parts that are computed together: runs that are alike, in portions for `jobs` processes; then the others, one by
-    one, since small ones fill the gaps at the end."""
-    runs = [part for part in parts if part.run]
-    groups = [[runs[number] for number in group] for group in alike([part.run for part in runs], jobs)]
-    return groups + [[part] for part in parts if not part.run]
-
-
-def _begin_worker() -> None:
-    load_extensions()
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """The process that started this one may be killed, and then ends nobody."""
-    parent_process().join()
-    os._exit(1)
-
-
-def _timed(parts: list[Part]) -> list[dict]:
-    """Their columns. Runs that train together have equal shares of the time."""
-    started = time.perf_counter()
-    computed = outcomes([part.run for part in parts]) if parts[0].run else [parts[0].compute()]
-    seconds = round((time.perf_counter() - started) / len(parts), 3)
-    return [columns | {"seconds": seconds} for columns in computed]
 
 
 def _source(task: str, data: str) -> dict:

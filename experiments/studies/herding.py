@@ -21,7 +21,8 @@ from experiments.report.names import ALONE, OURS, sorter_label
 from experiments.report.published import published
 from experiments.report.statistics import estimate, power_exponents
 from experiments.store.records import significant
-from experiments.studies.base import Part, Study
+from experiments.studies.base import Study
+from experiments.studies.parts import Part
 from experiments.studies.verdicts import Verdict, judge, judge_every, select
 
 FLOOR_ROUNDS = 5  # the floor is the mean bound of this many last rounds

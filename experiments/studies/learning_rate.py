@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
-from experiments.studies.base import Part, Study, trained
+from experiments.studies.base import Study
+from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import IN_PER_CENT, SAME_LOSS, Verdict, difference, judge, judge_every, select
 

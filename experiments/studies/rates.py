@@ -25,7 +25,7 @@ from experiments.report.names import BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.names import sorter_label as label
 from experiments.report.statistics import estimate, power_exponents
 from experiments.store.records import significant
-from experiments.studies.base import Part
+from experiments.studies.parts import Part
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
 from experiments.studies.replicas import ReplicatedSorter
 from experiments.studies.verdicts import HOLDS, Verdict, judge, select

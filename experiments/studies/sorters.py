@@ -14,7 +14,8 @@ from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
 from experiments.report.statistics import estimate, holm, paired_p
-from experiments.studies.base import Part, Study, trained
+from experiments.studies.base import Study
+from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides, test_metric
 from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, keeps_the_advantage, select
 

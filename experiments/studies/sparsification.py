@@ -18,7 +18,7 @@ from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import estimate
 from experiments.studies import sparsifiers
-from experiments.studies.base import Part, trained
+from experiments.studies.parts import Part, trained
 from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, layered, method_label, task_label
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, repeated, select
