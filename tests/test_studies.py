@@ -154,9 +154,9 @@ def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_sta
 
     def verdicts(table, settings):
         assert set(table["seed"]) == set(range(settings.seeds))
-        yield judge("at once", [1.0, 1.0], least=0.0)
-        yield judge("later", [1.0, 1.0] if settings.seeds == 5 else [1.0, -1.0], least=0.0)
-        yield judge("not for long", [1.0, 1.0] if settings.seeds == 2 else [-1.0, -1.0], least=0.0)
+        yield judge("at once", [1.0] * 3, least=0.0)
+        yield judge("later", [1.0] * 3 if settings.seeds == 5 else [1.0, -1.0, 0.0], least=0.0)
+        yield judge("not for long", [1.0] * 3 if settings.seeds == 2 else [-1.0] * 3, least=0.0)
 
     monkeypatch.setattr(herding, "verdicts", verdicts)
     carry_out(study)
@@ -167,7 +167,7 @@ def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_sta
     for fewer in (2, [2, 3], [3, 5, 9]):  # looks that were taken count
         with pytest.raises(CdgrabError, match="holds results with other seeds"):
             carry_out(Study(OmegaConf.merge(first.settings, {"seeds": fewer}), "smoke", tmp_path))
-    monkeypatch.setattr(herding, "verdicts", lambda table, settings: [judge("never", [1.0, -1.0], least=0.0)])
+    monkeypatch.setattr(herding, "verdicts", lambda table, settings: [judge("never", [1.0, -1.0, 0.0], least=0.0)])
     more = Study(OmegaConf.merge(first.settings, {"seeds": [2, 3, 5, 9, 10]}), "smoke", tmp_path)
     carry_out(more)
     assert more.seeds == 10 and more.manifest()["settings"]["seeds"] == [2, 3, 5, 9, 10]
@@ -176,7 +176,7 @@ def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_sta
 
 def test_claims_about_times_need_no_more_seeds(tmp_path, monkeypatch):
     study = Study(OmegaConf.merge(small(tmp_path).settings, {"seeds": [1, 2]}), "smoke", tmp_path)
-    undecided = replace(judge("time", [1.0, -1.0], least=0.0), over_seeds=False)
+    undecided = replace(judge("time", [1.0, -1.0, 0.0], least=0.0), over_seeds=False)
     monkeypatch.setattr(herding, "verdicts", lambda table, settings: [undecided])
     carry_out(study)
     assert study.seeds == 1 and "| –     |" in collection.summary(study)

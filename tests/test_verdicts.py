@@ -192,7 +192,7 @@ def test_what_a_decision_would_take_is_said():
         == judge("x", wide, most=0.0).note
         == "about 500 values would decide"
     )
-    assert judge("x", [1.0], most=0.0).note == "" and judge("x", [-1.0, -1.0], most=0.0).note == ""
+    assert judge("x", [1.0], most=0.0).note == "" and judge("x", [-1.0] * 3, most=0.0).note == ""
 
 
 def test_claims_with_two_limits_are_decided_by_whatever_is_further_out():
