@@ -6,24 +6,30 @@ import textwrap
 
 from experiments.report import plots
 from experiments.report.kinds import Axes, Figure, Series
-from experiments.report.names import PUBLISHED_SORTERS, column_title, metric_label, sorter_colour
+from experiments.report.names import BASELINE, PUBLISHED_SORTERS, column_title, metric_label, sorter_colour
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep
+from experiments.report.text import FEWEST_SEEDS
 
 
 @plots.styled
 def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experiment: str) -> Figure:
-    """`metrics` against epochs (upper row) and seconds (lower row), mean ± std over seeds for every sorter.
+    """`metrics` against epochs and seconds, mean ± std over seeds for every sorter; last row: differences to random
+    reshuffling, seed by seed.
 
     The paper's curves are added (dashed) only if data and settings are the paper's; seconds only if they are
     meaningful.
     """
     rows = ("epoch", "elapsed") if group.timed else ("epoch",)
-    figure, axes = plots.panels(len(rows), len(metrics), 4.6 * len(metrics), 2.4 * len(rows) + 1.0)
-    for row, axis in zip(axes, rows, strict=True):
+    compared = BASELINE in group.sorters and len(group.sorters) > 1
+    count = len(rows) + compared
+    figure, axes = plots.panels(count, len(metrics), 4.6 * len(metrics), 2.4 * count + 1.0)
+    for row, axis in zip(axes, rows, strict=False):
         for panel, metric in zip(row, metrics, strict=True):
             _draw_panel(panel, group, metric, axis, experiment)
             _frame(panel, _converged(group, metric, experiment))
+    for panel, metric in zip(axes[-1], metrics, strict=True) if compared else ():
+        _draw_differences(panel, group, metric, experiment)
     return _finish(figure, title, group)
 
 
@@ -62,6 +68,30 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
         plots.whole_numbers(panel.xaxis, steps=[1, 2, 5, 10])
 
 
+def _draw_differences(panel: Axes, group: Group, metric: str, experiment: str) -> None:
+    """Means over seeds of the differences to random reshuffling; too few seeds are shown one by one."""
+    shown, words = [], f"{metric_label(metric)} less {group.label(BASELINE)}'s"
+    panel.axhline(0.0, **plots.GREY)
+    for sorter in (sorter for sorter in group.sorters if sorter != BASELINE):
+        found, colour = group.differences(sorter, BASELINE, metric), sorter_colour(sorter)
+        mean, std = found.mean(axis="columns"), found.std(axis="columns")
+        if found.shape[1] >= FEWEST_SEEDS:
+            plots.mean_std(panel, found.index, mean, std, color=colour)
+            shown += _later(mean - std) + _later(mean + std)
+        else:
+            panel.plot(found.index, mean, color=colour)
+            panel.plot(found.index, found, color=colour, lw=0.6, alpha=0.6)
+            shown += [value for seed in found for value in _later(found[seed])]
+    papers = _papers(group, metric, experiment)
+    for sorter in papers.keys() - {BASELINE}:
+        difference = (papers[sorter] - papers[BASELINE]).dropna()
+        panel.plot(difference, color=sorter_colour(sorter), **plots.PUBLISHED)
+        shown += _later(difference)
+    _frame(panel, [*shown, 0.0])
+    panel.set(xlabel=metric_label("epoch"), ylabel=textwrap.fill(words, 26))
+    plots.whole_numbers(panel.xaxis, steps=[1, 2, 5, 10])
+
+
 def _draw_published(panel: Axes, group: Group, metric: str, axis: str, experiment: str) -> None:
     curves = published(experiment, metric, "epoch" if axis == "epoch" else "seconds", group.column)
     for series, curve in curves.items():
@@ -72,20 +102,23 @@ def _draw_published(panel: Axes, group: Group, metric: str, axis: str, experimen
 
 
 def _converged(group: Group, metric: str, experiment: str) -> list[float]:
-    """The values that must be visible. Without the first tenth of the epochs, which would hide the later
-    differences."""
-
-    def later(x: Series, values: Series) -> list[float]:
-        return values[x > (x.max() / 10 if x.max() >= 10 else 0)].dropna().tolist()
-
+    """The values that must be visible."""
     shown = []
-    for curve in (group.curve(sorter, metric).reset_index() for sorter in group.sorters):
-        for end in (curve["mean"] - curve["std"], curve["mean"] + curve["std"]):
-            shown += later(curve["epoch"], end)
-    if group.like_the_paper:
-        for curve in published(experiment, metric, column=group.column).values():
-            shown += later(curve["x"], curve["mean"])
-    return shown
+    for curve in (group.curve(sorter, metric) for sorter in group.sorters):
+        shown += _later(curve["mean"] - curve["std"]) + _later(curve["mean"] + curve["std"])
+    return shown + [value for curve in _papers(group, metric, experiment).values() for value in _later(curve)]
+
+
+def _papers(group: Group, metric: str, experiment: str) -> dict[str, Series]:
+    """The paper's means by sorter and epoch, where they may be compared."""
+    curves = published(experiment, metric, column=group.column) if group.like_the_paper else {}
+    return {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
+
+
+def _later(values: Series) -> list[float]:
+    """By epoch, without the first tenth of the epochs, which would hide the later differences."""
+    epochs = values.index
+    return values[epochs > (epochs.max() / 10 if epochs.max() >= 10 else 0)].dropna().tolist()
 
 
 def _frame(panel: Axes, shown: list[float]) -> None:

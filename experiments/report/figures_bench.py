@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cdgrab import sorters
 from experiments.report import plots
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, sorter_colour, sorter_label, task_name
@@ -14,7 +15,6 @@ from experiments.store.bench import read_manifests, read_rows
 
 AUTHOR, OURS, FLOOR = "#7b5ea7", sorter_colour(OUR_SORTER), "#777777"
 PHASES = {  # of an epoch, with their colours
-    "data": "#56a0c9",
     "gradients": "#3465a4",
     "communication": "#e69f00",
     "ordering": "#c4322b",
@@ -30,6 +30,8 @@ def rows(name: str, device: str | None = None) -> DataFrame:
     import pandas as pd
 
     found = pd.DataFrame(read_rows(name))
+    if name == "peers":
+        found["what"] = found["what"].map(_readable)
     return found if device is None else found[found["device"] == device]
 
 
@@ -64,24 +66,32 @@ def balancing(device: str) -> Figure:
         panel.plot(some["dim"], some["floor_us"], color=FLOOR, label="reading the rows twice", **COMPARED)
         panel.set(xscale="log", yscale="log", xlabel="parameters", title=f"{workers} workers")
     axes[0][0].set_ylabel("µs per pair position")
-    return _finish(figure, caption("balance", device))
+    return plots.finish(figure, "Deciding the signs of a pair position", caption("balance", device))
 
 
 @plots.styled
 def epochs(device: str) -> Figure:
-    """Seconds per epoch by phase, D-RR and CD-GraB beside each other, relative to D-RR."""
-    found = rows("epoch", device)
-    figure, axes = plots.panels(1, len(found), 2.9 * len(found), 3.4)
+    """Seconds per epoch beside those of D-RR, pair by pair of neighbours in time; on a CPU by phase. On a GPU a phase
+    ends before its work is done, so that its seconds mean nothing."""
+    found, digits = rows("epoch", device), 2 if device == "cpu" else 3  # times of a GPU scatter less
+    figure, axes = plots.panels(1, len(found), max(2.9 * len(found), 6.5), 3.9)
     for panel, row in zip(axes[0], found.to_dict("records"), strict=True):
-        for place, sorter in enumerate((BASELINE, OUR_SORTER)):
-            _stack(panel, place, row[f"{sorter}_phases"], row["d_rr_s"])
-            spread = [[abs(end - row[f"{sorter}_s"]) / row["d_rr_s"]] for end in row[f"{sorter}_s_quartiles"]]
-            panel.errorbar(place, row[f"{sorter}_s"] / row["d_rr_s"], spread, color="black", lw=0.9, capsize=3)
+        baseline = [end / row["d_rr_s"] for end in row["d_rr_s_quartiles"]]
+        bars = {BASELINE: (1.0, baseline), OUR_SORTER: (row["ratio"], row["ratio_quartiles"])}
+        for place, (sorter, (height, quartiles)) in enumerate(bars.items()):
+            if device == "cpu":
+                _stack(panel, place, row[f"{sorter}_phases"], height)
+            else:
+                panel.bar(place, height, 0.7, color=sorter_colour(sorter))
+            spread = [[abs(end - height)] for end in quartiles]
+            panel.errorbar(place, height, spread, color="black", lw=0.9, capsize=3)
         panel.axhline(PAPERS_RATIOS[row["task"]], color=AUTHOR, label="CD-GraB, paper", **COMPARED)
-        panel.set_xticks([0, 1], [sorter_label(BASELINE), f"{sorter_label(OUR_SORTER)}\n× {row['ratio']:.2f}"])
-        panel.set_title(f"{task_name(row['task'])}\n{row['workers']} workers, {row['processes']} processes")
+        panel.set_xticks([0, 1], [sorter_label(BASELINE), f"{sorter_label(OUR_SORTER)}\n× {row['ratio']:.{digits}f}"])
+        processes = plural(row["processes"], "process")
+        panel.set_title(f"{task_name(row['task'])}\n{row['workers']} workers, {processes}")
     axes[0][0].set_ylabel("time per epoch / D-RR's")
-    return _finish(figure, caption("epoch", device))
+    shares = "phases: shares of their sum · " if device == "cpu" else ""
+    return plots.finish(figure, "An epoch of CD-GraB over one of D-RR", shares + caption("epoch", device))
 
 
 @plots.styled
@@ -97,24 +107,36 @@ def traffic(device: str) -> Figure:
     labels = [f"{row.processes} processes\n{row.units_per_step} per step" for row in found.itertuples()]
     panel.set_xticks(range(len(found)), labels)
     panel.set_ylabel("MiB sent per process and step")
-    return _finish(figure, caption("traffic", device))
+    parameters = f"{found['dim'].max() / 1e6:.2f} M parameters"
+    return plots.finish(figure, f"What a process sends per step, {parameters}", caption("traffic", device))
 
 
 @plots.styled
 def memory(device: str) -> Figure:
-    """Extra memory of CD-GraB over D-RR per process, beside the paper's Figure 8."""
-    found, bottom = rows("memory", device), 0.0
-    figure, ((panel,),) = plots.panels(1, 1, 1.1 * len(found) + 2.1, 3.2)
-    for (use, extra), colour in zip(papers_extra_mib().items(), (AUTHOR, "#b9a7d1"), strict=True):
-        panel.bar(0, extra, 0.6, bottom=bottom, color=colour, label=f"{use.lower()}, paper")
-        bottom += extra
-    places, spread = range(1, len(found) + 1), [end / MIB for end in _quartiles(found, "extra_bytes")]
-    panel.bar(places, found["extra_bytes"] / MIB, 0.6, yerr=spread, color=OURS, label="ours", capsize=3)
-    panel.axhline(3 * 4 * found["dim"].iloc[0] / MIB, color=FLOOR, label="3 floats per parameter", **COMPARED)
-    labels = [f"{row.workers} workers,\n{plural(row.processes, 'process')}" for row in found.itertuples()]
-    panel.set_xticks([0, *places], ["paper,\n4 workers", *labels])
-    panel.set_ylabel("extra MiB per process")
-    return _finish(figure, caption("memory", device))
+    """The paper's Figure 8, and what a process of ours needs with CD-GraB beyond what it needs with D-RR."""
+    found, by_use = rows("memory", device), papers_mib()
+    dim = found["dim"].iloc[0]
+    titles = ("the paper, 4 workers: by use", "ours: with CD-GraB beyond D-RR")
+    widths = {"width_ratios": (len(by_use), 0.8 * len(found) + 1)}
+    figure, ((paper, ours),) = plots.panels(1, 2, 1.0 * len(found) + 5.5, 3.7, titles, gridspec_kw=widths)
+    for offset, sorter in enumerate((BASELINE, OUR_SORTER)):
+        values, label = by_use[sorter_label(sorter)], f"{sorter_label(sorter)}, paper"
+        places = [place + 0.38 * (offset - 0.5) for place in range(len(by_use))]
+        _name_bars(paper.bar(places, values, 0.36, color=sorter_colour(sorter), alpha=0.55, label=label), "{:.3g}")
+    paper.set_xticks(range(len(by_use)), [use.lower().replace("z", "s").replace(" ", "\n", 1) for use in by_use.index])
+    paper.set(ylabel="MiB", ylim=(0, 1.12 * by_use.to_numpy().max()))
+    floats, spread = found["extra_bytes"] / 4 / dim, [end / 4 / dim for end in _quartiles(found, "extra_bytes")]
+    bars = ours.bar(range(len(found)), floats, 0.6, yerr=spread, color=OURS, label="CD-GraB − D-RR, ours", capsize=3)
+    _name_bars(bars, "{:.3g}")
+    extra = (by_use[sorter_label(OUR_SORTER)] - by_use[sorter_label(BASELINE)]).sum() * MIB / 4 / dim
+    ours.axhline(extra, color=AUTHOR, label="CD-GraB − D-RR, paper", **COMPARED)
+    ours.axhline(3, color=FLOOR, label="wanted: at most 3", **COMPARED)
+    workers = [f"{row.workers} workers,\n{plural(row.processes, 'process')}" for row in found.itertuples()]
+    ours.set_xticks(range(len(found)), workers)
+    plots.log_ticks(ours.yaxis)
+    ours.set(ylabel="floats per parameter", ylim=(1, 1.6 * max(extra, floats.max())))
+    unit = f"one float per parameter: {4 * dim / MIB:.2f} MiB · "
+    return plots.finish(figure, "Memory of a process that trains the LSTM", unit + caption("memory", device))
 
 
 @plots.styled
@@ -128,16 +150,15 @@ def peers(device: str) -> Figure:
     panel.set_yticks([place + 0.19 for place in range(len(found))], found["what"])
     panel.invert_yaxis()
     panel.set_xlabel("µs per step")
-    return _finish(figure, caption("peers", device))
+    return plots.finish(figure, "Our sorters beside grab-sampler", caption("peers", device))
 
 
-def papers_extra_mib() -> dict[str, float]:
-    """MiB that CD-GraB needs and D-RR does not, by use, from the bars of the paper's Figure 8."""
+def papers_mib() -> DataFrame:
+    """MiB by use (rows) and sorter (columns), the bars of the paper's Figure 8."""
     import pandas as pd
 
-    bars = pd.read_csv(PAPER / "lstm_wiki2_memory.csv").pivot(index="x", columns="series", values="mean")
-    extra = bars[sorter_label(OUR_SORTER)] - bars[sorter_label(BASELINE)]
-    return extra[extra > 0].round(2).to_dict()
+    bars = pd.read_csv(PAPER / "lstm_wiki2_memory.csv")
+    return bars.pivot(index="x", columns="series", values="mean").loc[bars["x"].unique()]
 
 
 def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
@@ -161,19 +182,20 @@ def _quartiles(found: DataFrame, key: str) -> list[Series]:
     return [abs(found[key] - found[f"{key}_quartiles"].str[end]) for end in (0, 1)]
 
 
-def _stack(panel: Axes, place: int, phases: dict[str, float], unit: float) -> None:
-    bottom = 0.0
+def _stack(panel: Axes, place: int, phases: dict[str, float], height: float) -> None:
+    """A bar of this height, divided like the phases that can be seen: reading data takes no time to speak of."""
+    bottom, unit = 0.0, sum(phases[phase] for phase in PHASES) / height
     for phase, colour in PHASES.items():
         panel.bar(place, phases[phase] / unit, 0.7, bottom=bottom, color=colour, label=phase if place else None)
         bottom += phases[phase] / unit
 
 
-def _finish(figure: Figure, text: str) -> Figure:
-    """One legend above all panels, the caption below; there is no title."""
-    width, height = figure.get_size_inches()
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    columns = min(len(labels), max(1, int(width / 1.5)))
-    figure.legend(handles, labels, loc="upper center", ncols=columns)
-    figure.text(0.5, 0.02, text, ha="center", **plots.SMALL)
-    figure.tight_layout(rect=(0, 0.2 / height, 1, 1 - 0.24 * -(-len(labels) // columns) / height))
-    return figure
+def _name_bars(bars: object, digits: str) -> None:
+    """The height of every bar above it."""
+    bars[0].axes.bar_label(bars, [digits.format(bar.get_height()) for bar in bars], padding=2, fontsize=7)
+
+
+def _readable(what: str) -> str:
+    """lr_hmda grab_pair, same loop -> LR-HMDA, GraB (PairBal), same loop"""
+    task, sorter, *loop = what.replace(",", "").split(maxsplit=2)
+    return ", ".join([task_name(task), sorters.label(sorter), *loop])

@@ -54,7 +54,7 @@ METRICS = {
     "herding_per_step": "herding bound, per step (eq. 8)",
     "elapsed": "training time (s)",
 }
-WORDS = {"val": "validation", "ppl": "perplexity", "lr": "learning rate"}
+WORDS = {"val": "validation", "ppl": "perplexity", "lr": "learning rate", "mlp": "MLP"}
 HIGHER_IS_BETTER = ("accuracy", "bleu", "rouge", "f1", "auc", "score")
 COLUMN_TITLES = {"workers": "{:g} workers", "task.lr": "lr {:g}"}
 

@@ -40,7 +40,7 @@ class Runs:
             f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
             f"{_size(manifests)} · {workers}, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
             f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
-            f"{'1 seed' if count == '1' else f'{count} seeds, mean ± std'} · {_machine(manifests)} · "
+            f"{_seeds(count, max(runs))} · {_machine(manifests)} · "
             f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
         )
 
@@ -100,6 +100,14 @@ class Group(Runs):
         mean, std = by_epoch[metric].mean(), by_epoch[metric].std()
         std = std.where(by_epoch[metric].count() >= FEWEST_SEEDS, 0.0)
         return mean.to_frame("mean").assign(std=std, elapsed=by_epoch["elapsed"].mean())
+
+    def differences(self, sorter: str, baseline: str, metric: str) -> DataFrame:
+        """sorter − baseline by epoch (rows) and seed (columns), of the seeds and epochs that both have."""
+        first, second = (
+            self._measured(name, metric).pivot(index="epoch", columns="seed", values=metric)
+            for name in (sorter, baseline)
+        )
+        return (first - second).dropna(axis="columns", how="all").dropna()
 
     def final(self, sorter: str, metric: str) -> Series:
         """The last epoch's value of every seed."""
@@ -231,6 +239,10 @@ def _size(manifests: list[dict]) -> str:
     names = [without(m["path"].parent.name, m.get("config", {}).get("columns")) for m in manifests]
     changed = dict.fromkeys(part for name in names for part in name.split(",")[1:])
     return f"size {', '.join(sizes)}" + (f" with {', '.join(changed)}" if changed else "")
+
+
+def _seeds(count: str, most: int) -> str:
+    return "1 seed" if most == 1 else f"{count} seeds, mean" + " ± std" * (most >= FEWEST_SEEDS)
 
 
 def _machine(manifests: list[dict]) -> str:

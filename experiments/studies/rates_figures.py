@@ -39,18 +39,20 @@ def exponents(study: Study) -> Figure:
     """All fitted exponents with their intervals; grey bands: what is accepted as the P.L. theory's −1 and −2."""
     sorters, problems = list(study.settings.sorters), list(study.settings.problems)
     figure, (row_of_panels,) = plots.panels(1, len(SWEEPS), 9.6, 0.42 * len(sorters) + 1.7, sharey=True)
+    all_settled = True
     for panel, x in zip(row_of_panels, SWEEPS, strict=True):
         for offset, problem in zip(np.linspace(-0.22, 0.22, len(problems)), problems, strict=True):
             gaps = Gaps(study.table, study.settings, problem)
             for row, sorter in enumerate(sorters):
-                _draw_exponent(panel, gaps, x, sorter, row + offset, MARKERS[problem])
+                all_settled &= _draw_exponent(panel, gaps, x, sorter, row + offset, MARKERS[problem])
         for limits in (BALANCED,) if x == "epochs" else (RANDOM, BALANCED):
             panel.axvspan(limits.get("least", -9), limits["most"], color="0.93", zorder=0)
         panel.set(title=f"in {x}", xlabel="exponent", xlim=(-4.1, 0.2), ylim=(len(sorters) - 0.5, -0.5))
         panel.set_yticks(range(len(sorters)), [sorter_label(sorter) for sorter in sorters])
     for problem in problems:
         row_of_panels[0].plot([], [], MARKERS[problem], ms=4.5, color="0.25", ls="none", label=NAMES[problem])
-    note = "mean, 95 % interval over seeds; hollow: not at the noise floor; bands: accepted as the theory's −1 and −2"
+    hollow = "" if all_settled else "hollow: not at the noise floor; "
+    note = f"mean, 95 % interval over seeds; {hollow}bands: accepted as the theory's −1 (narrow) and −2"
     return plots.finish(figure, "Exponents of the final gap", f"{note} · {study.caption()}")
 
 
@@ -85,11 +87,13 @@ def _draw_curve(panel: Axes, gaps: Gaps, x: str, sorter: str) -> None:
         panel.plot(some.index, some["mean"], "o", ms=3.6, mfc=face, mec=style["color"], mew=0.9)
 
 
-def _draw_exponent(panel: Axes, gaps: Gaps, x: str, sorter: str, y: float, marker: str) -> None:
+def _draw_exponent(panel: Axes, gaps: Gaps, x: str, sorter: str, y: float, marker: str) -> bool:
+    """Returns whether its points have come to the noise floor: if not, the marker is hollow."""
     value, settled = estimate(gaps.exponents(x, sorter)), not gaps.unsettled(x, sorter)
     colour = sorter_style(sorter)["color"]
     plots.interval(panel, value, y, color=colour, lw=1.2)
     panel.plot(value.mean, y, marker, ms=4.5, mfc=colour if settled else "white", mec=colour, ls="none")
+    return settled
 
 
 def _draw_shade(panel: Axes, values: Series, colours: str, shade: float, label: str) -> None:
