@@ -74,10 +74,10 @@ fuzz: $(READY) ## ten thousand bad settings, files and gradients; INPUTS=…, SE
 figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place
 
-report: $(READY) ## one table of all runs under results/runs: results/REPORT.md
+report: $(READY) ## every claim of the papers beside ours, results/PAPER.md; the README's tables; all runs in one table, results/REPORT.md
 	@$(BIN)/python -m scripts.report
 
-check-results: $(READY) ## do notebooks, tables, STUDIES.md and README.md say what results/ says?
+check-results: $(READY) ## do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says?
 	@$(BIN)/python -m scripts.check_results
 
 clean: ## remove .venv and caches; results stay

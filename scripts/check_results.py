@@ -1,4 +1,4 @@
-"""Do notebooks, tables, STUDIES.md and README.md say what results/ says? `make check-results`.
+"""Do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says? `make check-results`.
 
 What is computed from results/ is computed again, without drawing, and compared word by word.
 """
@@ -18,6 +18,7 @@ from experiments.report import plots, readme
 from experiments.report.notebook import FOLDER
 from experiments.store.files import RESULTS, ROOT
 from experiments.studies.collection import collection
+from scripts.report import paper
 
 
 def main() -> int:
@@ -34,6 +35,7 @@ def check() -> int:
 def pages() -> Iterator[str]:
     written = (ROOT / "README.md").read_text()
     yield from differences("README.md", written, readme.filled(written), "make report")
+    yield from differences("results/PAPER.md", (RESULTS / "PAPER.md").read_text(), paper(), "make report")
     yield from differences("results/STUDIES.md", (RESULTS / "STUDIES.md").read_text(), collection(), "make report")
 
 

@@ -1,36 +1,50 @@
-"""One table of everything under results/runs but trials, CD-GraB against D-RR: results/REPORT.md (`make report`)."""
+"""What all runs say (`make report`): the papers' claims beside ours in results/PAPER.md, the README's tables, and one
+table of everything under results/runs but trials, CD-GraB against D-RR, in results/REPORT.md."""
 
 from __future__ import annotations
 
 import sys
 
+from cdgrab.errors import CdgrabError
 from experiments.early import exit_status
-from experiments.report import readme, tables
+from experiments.report import readme, scoreboard, tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
+from experiments.report.study_claims import STUDIES
 from experiments.report.text import markdown
-from experiments.store.files import RESULTS, ROOT
+from experiments.store.files import RESULTS, ROOT, write_atomically
+from experiments.studies.collection import finished
 
 
 def main() -> int:
     return exit_status(write)
 
 
-def write() -> int:
+def write() -> None:
     rows = []
     for experiment in PUBLISHED:
         folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
         found = [group for group in map(Group, folders) if group.manifests and not group.trial]
         rows += tables.comparison(experiment, found)
     if not rows:
-        print(f"error: no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}", file=sys.stderr)
-        return 1
+        raise CdgrabError(f"no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}")
+    report = f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n"
     page = ROOT / "README.md"
-    page.write_text(readme.filled(page.read_text()))
-    path = RESULTS / "REPORT.md"
-    path.write_text(f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n")
-    print(path.read_text())
-    return 0
+    write_atomically(page, readme.filled(page.read_text()))
+    write_atomically(RESULTS / "REPORT.md", report)
+    write_atomically(RESULTS / "PAPER.md", paper())
+    print(report)
+
+
+def paper() -> str:
+    """results/PAPER.md as results/ says it now."""
+    studies = {}
+    for name in STUDIES:
+        for study in [study for study in finished(name) if study.size == "paper" and not study.embedded][:1]:
+            lines = {verdict.claim: verdict for verdict in study.verdicts()}
+            data = " and ".join(source["description"] for source in study.data.values())
+            studies[name] = scoreboard.Study(lines, study.figure_name(), data)
+    return scoreboard.page(studies)
 
 
 if __name__ == "__main__":

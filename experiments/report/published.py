@@ -77,8 +77,20 @@ def published_metrics(experiment: str) -> tuple[str, ...]:
 
 
 def last_half(curve: DataFrame) -> float:
-    """The mean over the last half of the epochs. A pair of epochs that begins in the first half does not count."""
-    return float(curve["mean"][curve["x"] > math.ceil(curve["x"].max()) / 2 + 0.5].mean())
+    """The mean over the last half of the epochs."""
+    return float(_later(curve)["mean"].mean())
+
+
+def half_bands(curve: DataFrame) -> float:
+    """The mean of half the bands of the last half of the epochs; NaN where they could not be read."""
+    later = _later(curve)
+    return float(((later["high"] - later["low"]) / 2).mean())
+
+
+def _later(curve: DataFrame) -> DataFrame:
+    """A pair of epochs that begins in the first half does not count; a single number does."""
+    last = math.ceil(curve["x"].max())
+    return curve[curve["x"] > (last / 2 + 0.5 if len(curve) > 1 else 0)]
 
 
 @cache

@@ -202,14 +202,9 @@ def groups(experiment: str) -> list[Group]:
     return _finished(experiment, [only] if only else _folders(experiment), trials=bool(only))
 
 
-def papers_size(experiment: str) -> list[Group]:
-    """Groups of finished runs of the paper's size, on real data."""
-    found = [group for group in map(Group, _folders(experiment)) if group.manifests]
-    return [
-        group
-        for group in found
-        if not any(m["data"]["embedded"] or m.get("size", "paper") != "paper" for m in group.manifests)
-    ]
+def evidence(experiment: str) -> list[Group]:
+    """All groups of finished runs that are no trials; perhaps none."""
+    return [group for group in map(Group, _folders(experiment)) if group.manifests and not group.trial]
 
 
 def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:

@@ -51,6 +51,8 @@ class Estimate:
             return "–"
         if self.seeds < FEWEST_SEEDS:
             return f"{signed(self.mean)}, {plural(self.seeds, 'seed')}"
+        if math.isinf(self.low):  # nothing is known about the spread
+            return signed(self.mean)
         return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
 
 
@@ -75,6 +77,18 @@ def median(values: Sequence[float]) -> Estimate:
     outside = int(binom.ppf(ERROR / _looks.get() / 2, len(values), 0.5)) if len(values) else 0
     low, high = (values[outside - 1], values[-outside]) if outside else (-math.inf, math.inf)
     return Estimate(float(np.median(values)) if len(values) else math.nan, float(low), float(high), len(values))
+
+
+def against(values: Sequence[float], mean: float, std: float, seeds: int) -> Estimate:
+    """The mean of values less that of others, of which only the spread over so many seeds is known: Welch's."""
+    values = np.asarray(values, dtype=float)
+    gap = float(values.mean() - mean)
+    if len(values) < FEWEST_SEEDS or not math.isfinite(std):
+        return Estimate(gap, -math.inf, math.inf, len(values))
+    ours, theirs = values.var(ddof=1) / len(values), std**2 / seeds
+    freedom = (ours + theirs) ** 2 / (ours**2 / (len(values) - 1) + theirs**2 / (seeds - 1))
+    half = _t_quantile(freedom, 1) * math.sqrt(ours + theirs)
+    return Estimate(gap, gap - half, gap + half, len(values))
 
 
 def counted(value: float) -> Estimate:
@@ -117,7 +131,7 @@ def power_exponents(table: DataFrame, x: str, y: str) -> Series:
 
 
 @cache
-def _t_quantile(freedom: int, looks: int) -> float:
+def _t_quantile(freedom: float, looks: int) -> float:
     from scipy.stats import t
 
     return float(t.ppf(1 - ERROR / looks / 2, freedom))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from experiments.report.kinds import Series
+from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import (
     BASELINE,
     OURS,
@@ -18,7 +18,8 @@ from experiments.report.names import (
 from experiments.report.published import last_half, published, published_metrics
 from experiments.report.runs import Group, Sweep
 from experiments.report.statistics import paired_p
-from experiments.report.text import markdown, mean_std
+from experiments.report.text import markdown
+from experiments.report.text import mean_std as as_text
 
 HEADNOTE = (
     "Mean over the last half of the epochs, and the last epoch (validation accuracies: the best epoch of each seed), ± "
@@ -27,7 +28,6 @@ HEADNOTE = (
 )
 LAST_HALF, LAST_EPOCH, BEST_EPOCH = "last half", "last epoch", "best epoch"
 ENDS = {LAST_HALF: Group.last_half, LAST_EPOCH: Group.final}  # what a curve ends at, one value per seed
-PAPERS_ENDS = {LAST_HALF: last_half, LAST_EPOCH: lambda curve: float(curve["mean"].iloc[-1])}
 # Further pairs, if the runs exist: what the published code really compares on M4 and WikiText-2, and ours against it
 PAIRS = ((OURS, "riffle"), ("riffle", "d_rr,shared=True"))
 
@@ -74,11 +74,14 @@ def ends(metric: str) -> dict[str, Callable[[Group, str, str], Series]]:
 
 
 def papers_ends(experiment: str, metric: str, column: str | float | None, when: str = LAST_HALF) -> dict[str, float]:
-    """What the paper's curves end at, by sorter. Its validation accuracies are the best ones."""
+    """What the paper's curves end at, by sorter."""
     curves = published(experiment, metric, column=column)
-    return {
-        PUBLISHED_SORTERS[series]: PAPERS_ENDS.get(when, PAPERS_ENDS[LAST_EPOCH])(c) for series, c in curves.items()
-    }
+    return {PUBLISHED_SORTERS[series]: papers_end(curve, when) for series, curve in curves.items()}
+
+
+def papers_end(curve: DataFrame, when: str) -> float:
+    """What one of them ends at. Of validation accuracies the best is all that was published."""
+    return last_half(curve) if when == LAST_HALF else float(curve["mean"].iloc[-1])
 
 
 def epochs_to(curve: Series, target: float) -> float:
@@ -95,9 +98,7 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
             continue
         row = {"sorter": group.label(sorter), "seeds": str(len(group.final(sorter, loss)))}
         for metric in metrics:
-            row |= {
-                f"{metric_label(metric)}, {when}": _mean_std(of(group, sorter, metric)) for when, of in ENDS.items()
-            }
+            row |= {f"{metric_label(metric)}, {when}": mean_std(of(group, sorter, metric)) for when, of in ENDS.items()}
         if BASELINE in group.sorters and "loss" in loss:
             epoch = epochs_to(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
             row["epochs to D-RR's last loss"] = "not reached" if math.isnan(epoch) else f"{epoch:g}"
@@ -149,8 +150,8 @@ def _compared(experiment: str, group: Group, metric: str, when: str) -> dict[str
         "size": first.get("size", "paper"),
         "seeds": str(len((ours - baseline).dropna())),
         "metric": f"{metric_label(metric)}, {when}",
-        sorter_label(BASELINE): _mean_std(baseline),
-        sorter_label(OURS): _mean_std(ours),
+        sorter_label(BASELINE): mean_std(baseline),
+        sorter_label(OURS): mean_std(ours),
         f"{sorter_label(OURS)} − {sorter_label(BASELINE)}": paired.pop("mean ± std"),
         **paired,
         "the paper's difference": _papers_difference(experiment, group, metric, when),
@@ -175,5 +176,5 @@ def _published_ends(experiment: str, metrics: tuple[str, ...], column: str | flo
     ]
 
 
-def _mean_std(values: Series) -> str:
-    return mean_std(values, 6 if values.abs().max() < 10 else 3)
+def mean_std(values: Series) -> str:
+    return as_text(values, 6 if values.abs().max() < 10 else 3)

@@ -190,6 +190,7 @@ def _settles(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
             for method in sparsifiers.THRESHOLDS[:3]
         )
         yield judge(f"threshold by counting: iterations to ±{CLOSE:.0%} {when}", counted, most=LAST)
+        yield judge(f"the paper's threshold: iterations to ±{CLOSE:.0%} {when}", paper, most=WARM_UP)
         note = f"iterations: {_spelt(proportional, length)} − {_spelt(paper, length)}"
         if (paper >= length).any():
             note += "; what never settled counts as all of them, so that the difference is at least this"

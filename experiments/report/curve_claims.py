@@ -1,0 +1,219 @@
+"""Claims about curves, as tests: who is better in a figure, sooner, smoother, slower, and what its columns change.
+
+What the paper's own curves show is computed the same way and stands beside its words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from experiments.report import measures
+from experiments.report.claims import FIGURES, NEGLIGIBLE, TIMED, TRENDS, Figure, Pair, Trend
+from experiments.report.judging import IMPOSSIBLE, UNDECIDED, Claim, Evidence, Row
+from experiments.report.kinds import Series
+from experiments.report.names import (
+    BASELINE,
+    LOSS,
+    PUBLISHED_SORTERS,
+    column_title,
+    higher_is_better,
+    metric_label,
+    sorter_label,
+)
+from experiments.report.published import published
+from experiments.report.runs import Group, evidence, without
+from experiments.report.statistics import estimate
+from experiments.report.tables import ends, epochs_to, papers_ends
+from experiments.report.text import signed
+
+Runs = dict[str, list[Group]]  # by experiment
+Column = str | float | None
+
+
+def finished() -> Runs:
+    """All runs by which claims are judged."""
+    return {figure.source: evidence(figure.source) for figure in FIGURES}
+
+
+def groups_of(runs: Runs, figure: Figure, column: Column = None) -> list[Group]:
+    """Of one column of a figure, or of all."""
+    columns = figure.columns if column is None else (column,)
+    found = [group for group in runs[figure.source] if columns == (None,) or group.column in columns]
+    return sorted(found, key=lambda group: 0 if columns == (None,) else columns.index(group.column))
+
+
+def title(figure: Figure, group: Group) -> str:
+    """Figure 4, 64 workers; Figure 3c, schedule.factor=0.1"""
+    changed = without(group.source, group.columns).split(",")[1:]
+    column = [] if figure.columns == (None,) else [column_title(group.columns, group.column)]
+    return ", ".join([figure.name, *column, *changed])
+
+
+def better(runs: Runs) -> Iterator[Claim | Row]:
+    """In every column and metric of every figure and table, whether the one sorter is better than the other."""
+    for figure in FIGURES:
+        for column in figure.columns:
+            groups = groups_of(runs, figure, column)
+            own = any(group.manifests[0]["data"]["papers_own"] for group in groups)
+            if not groups or (figure.own_data and not own):
+                yield _nothing(figure, column)
+            for group in groups:
+                for metric in (metric for metric in figure.metrics if metric in group.metrics):
+                    yield from (_better(figure, group, metric, pair) for pair in _pairs(figure, group))
+
+
+def sooner(runs: Runs) -> Iterator[Claim]:
+    """In epochs, counted; and in seconds where runs had the machine for themselves."""
+    for figure, group, pair in _against_baseline(runs, FIGURES):
+        curves = [group.curve(sorter, LOSS)["mean"] for sorter in pair]
+        words = f"{group.label(pair[0])} is sooner at {group.label(pair[1])}'s last loss"
+        where = _evidence(figure, group)
+        yield Claim(
+            title(figure, group),
+            f"{words}, in epochs: {_counts(_papers(figure, group.column, pair))}",
+            f"sooner, {where.figure}",
+            measures.sooner(group, pair),
+            where,
+            figure.seeds,
+            beside=f"{_counts(curves)} on the mean curves",
+        )
+        if figure in TIMED and group.timed:
+            faster = measures.sooner_in_seconds(group, pair)
+            where_timed = f"{title(figure, group)}, seconds"
+            family = f"sooner in seconds, {where.figure}"
+            yield Claim(where_timed, words, family, faster, where, figure.seeds, below=False, shown=math.exp)
+
+
+def smoother(runs: Runs) -> Iterator[Claim]:
+    for figure, group, pair in _against_baseline(runs, FIGURES):
+        theirs, where = _papers(figure, group.column, pair), _evidence(figure, group)
+        ratio = f": on its mean curves {_scatter_ratio(theirs):.3g} times" if theirs else ""
+        yield Claim(
+            title(figure, group),
+            f"{group.label(pair[1])} scatters more from epoch to epoch than {group.label(pair[0])}{ratio}",
+            f"smoother, {where.figure}",
+            measures.smoother(group, pair),
+            where,
+            figure.seeds,
+            below=False,
+            shown=math.exp,
+        )
+
+
+def slower(runs: Runs) -> Iterator[Claim]:
+    """What an epoch takes beside one of the baseline, where runs had the machine for themselves."""
+    for figure, group, pair in _against_baseline(runs, TIMED):
+        if group.timed:
+            yield Claim(
+                f"overhead, {title(figure, group)}",
+                overhead_said(figure, pair),
+                f"overhead, {figure.name}",
+                measures.slower(group, pair),
+                _evidence(figure, group),
+                figure.seeds,
+                limit=math.log(NEGLIGIBLE),
+                shown=math.exp,
+            )
+
+
+def overhead_said(figure: Figure, pair: Pair) -> str:
+    """Seconds per epoch come from the distances between the points of the paper's time axis."""
+    curves = published(figure.experiment, LOSS, "seconds")
+    first, second = (curves[sorter_label(sorter)]["x"].diff().mean() for sorter in pair)
+    return f"negligible overhead; on its own time axis an epoch takes {first / second:.3g} times D-RR's"
+
+
+def trends(runs: Runs) -> Iterator[Claim]:
+    for trend in TRENDS:
+        if groups := groups_of(runs, trend.figure):
+            yield _trend(trend, groups)
+
+
+def _pairs(figure: Figure, group: Group) -> list[Pair]:
+    return [pair for pair in figure.pairs if set(pair) <= set(group.sorters)]
+
+
+def _against_baseline(runs: Runs, figures: tuple[Figure, ...]) -> Iterator[tuple[Figure, Group, Pair]]:
+    for figure in figures:
+        if LOSS in figure.metrics:
+            for group in groups_of(runs, figure):
+                yield from ((figure, group, pair) for pair in _pairs(figure, group) if pair[1] == BASELINE)
+
+
+def _evidence(figure: Figure, group: Group) -> Evidence:
+    first = group.manifests[0]
+    own = "" if first["data"]["papers_own"] else ", not the paper's"
+    source = without(group.source, group.columns)
+    command = f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper"
+    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", command)
+
+
+def _nothing(figure: Figure, column: Column) -> Row:
+    says = _said(figure, figure.metrics[0], column, figure.pairs[0])
+    where = f"{figure.name}, {column or 'on its own data'}"
+    if reason := figure.impossible.get(column) or figure.own_data:
+        return Row(where, says, IMPOSSIBLE, reason)
+    return Row(where, says, UNDECIDED, "no runs", seeds=f"0 of {figure.seeds}")
+
+
+def _better(figure: Figure, group: Group, metric: str, pair: Pair) -> Claim:
+    higher, (first, *others), where = higher_is_better(metric), ends(metric), _evidence(figure, group)
+    slack = figure.slack.get(group.column, 0.0)
+    beside = [f"{when} {estimate(measures.difference(group, pair, metric, when))}" for when in others]
+    return Claim(
+        f"{title(figure, group)}, {metric_label(metric)}",
+        _said(figure, metric, group.column, pair, group.label) + (f"; at most {slack:g} worse" if slack else ""),
+        f"{where.figure}, {metric}, {pair[1]}",
+        measures.difference(group, pair, metric, first),
+        where,
+        figure.seeds,
+        below=not higher,
+        limit=(-slack if higher else slack) or 0.0,
+        beside="; ".join(beside),
+    )
+
+
+def _said(figure: Figure, metric: str, column: Column, pair: Pair, label: Callable[[str], str] = sorter_label) -> str:
+    by_end = {when: papers_ends(figure.experiment, metric, column, when) for when in ends(metric)}
+    numbers = [
+        f"{when} {signed(values[pair[0]] - values[pair[1]])}"
+        for when, values in by_end.items()
+        if set(pair) <= set(values)
+    ]
+    return f"{label(pair[0])} − {label(pair[1])}: {'; '.join(numbers) or 'no number'}"
+
+
+def _trend(trend: Trend, groups: list[Group]) -> Claim:
+    (first, second), where = trend.pair, _evidence(trend.figure, groups[0])
+    theirs = {}
+    for column in trend.figure.columns:
+        values = papers_ends(trend.figure.experiment, LOSS, column)
+        theirs[math.log2(column)] = values[first] - values[second]
+    return Claim(
+        f"{trend.figure.name}, {sorter_label(first)} − {sorter_label(second)}",
+        f"{trend.says}: {signed(measures.slope(theirs))} per doubling",
+        f"trends, {where.figure}",
+        measures.slopes(groups, groups[0].columns, trend.pair),
+        where,
+        trend.figure.seeds,
+        below=trend.falls,
+    )
+
+
+def _papers(figure: Figure, column: Column, pair: Pair) -> list[Series]:
+    """The paper's mean curves against epochs, of both sorters; empty if one is missing."""
+    curves = published(figure.experiment, LOSS, column=column)
+    by_sorter = {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
+    return [by_sorter[sorter] for sorter in pair] if set(pair) <= set(by_sorter) else []
+
+
+def _scatter_ratio(curves: list[Series]) -> float:
+    first, second = map(measures.scatter, curves)
+    return second / first
+
+
+def _counts(curves: list[Series]) -> str:
+    """14 and 39. A point that stands for two epochs counts as the later one."""
+    found = [epochs_to(curve, curves[1].iloc[-1]) for curve in curves]
+    return " and ".join("never" if math.isnan(epoch) else f"{math.ceil(epoch)}" for epoch in found) or "unknown"

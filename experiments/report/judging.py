@@ -1,0 +1,106 @@
+"""From one value per seed to a row of results/PAPER.md: interval, p value adjusted within a family, verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from experiments.report.kinds import Series
+from experiments.report.statistics import ERROR, Estimate, estimate, holm, paired_p
+from experiments.report.tables import p_value
+from experiments.report.text import FEWEST_SEEDS, plural, signed
+
+REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
+UNDECIDED, IMPOSSIBLE = "cannot decide", "not possible here"
+VERDICTS = (REPRODUCED, CONTRADICTED, UNDECIDED, IMPOSSIBLE)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Where numbers of ours come from."""
+
+    data: str
+    figure: str  # its name under results/figures
+    command: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the scoreboard."""
+
+    where: str
+    says: str
+    verdict: str
+    reason: str = ""
+    ours: str = "–"
+    seeds: str = "–"
+    evidence: Evidence = Evidence("–", "", "–")
+
+    def cells(self, drawn: Callable[[str], bool]) -> dict[str, str]:
+        figure = self.evidence.figure
+        return {
+            "where": self.where,
+            "the paper says": self.says,
+            "ours [95 % interval]": self.ours,
+            "seeds": self.seeds,
+            "data": self.evidence.data,
+            "verdict": f"**{self.verdict}**" + f": {self.reason}" * bool(self.reason),
+            "figure": f"[figure](figures/{figure}.png)".replace(" ", "%20") if drawn(figure) else "–",
+            "command": f"`{self.evidence.command}`" if self.evidence.command != "–" else "–",
+        }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim that the mean of `values`, one per seed, lies below (or above) a limit."""
+
+    where: str
+    says: str
+    family: str  # tests that are adjusted for one another
+    values: Series
+    evidence: Evidence
+    wanted: int  # seeds
+    below: bool = True
+    limit: float = 0.0
+    shown: Callable[[float], float] = float  # exp for what is a logarithm
+    beside: str = ""  # other numbers
+
+    @property
+    def p(self) -> float:
+        return paired_p([float(value) - self.limit for value in self.values])
+
+
+def judged(claims: Iterable[Claim | Row]) -> list[Row]:
+    """Rows stay as they are; p values of claims are adjusted within their families."""
+    claims = list(claims)
+    families: dict[str, list[Claim]] = {}
+    for claim in claims:
+        if isinstance(claim, Claim):
+            families.setdefault(claim.family, []).append(claim)
+    adjusted = {
+        id(claim): p
+        for family in families.values()
+        for claim, p in zip(family, holm([claim.p for claim in family]), strict=True)
+    }
+    return [claim if isinstance(claim, Row) else _row(claim, adjusted[id(claim)]) for claim in claims]
+
+
+def _row(claim: Claim, adjusted: float) -> Row:
+    value = estimate(claim.values)
+    verdict, reason = _verdict(claim, value, adjusted)
+    by_holm = "" if adjusted == claim.p else f" ({p_value(adjusted)} by Holm)"
+    p = "" if math.isnan(claim.p) else f", {p_value(claim.p)}{by_holm}"
+    number = str(replace(value, **{end: claim.shown(getattr(value, end)) for end in ("mean", "low", "high")}))
+    ours = "; ".join(filter(None, (number + p, claim.beside))) if value.seeds else "–"
+    return Row(claim.where, claim.says, verdict, reason, ours, f"{value.seeds} of {claim.wanted}", claim.evidence)
+
+
+def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:
+    if value.seeds < FEWEST_SEEDS:
+        return UNDECIDED, plural(value.seeds, "seed")
+    if adjusted <= ERROR:
+        return (REPRODUCED if (value.mean < claim.limit) == claim.below else CONTRADICTED), ""
+    if claim.p <= ERROR:
+        return UNDECIDED, f"{p_value(adjusted)} by Holm"
+    return UNDECIDED, f"the interval includes {signed(claim.shown(claim.limit))}"

@@ -1,0 +1,152 @@
+"""results/PAPER.md: every claim of the papers beside what came of it here, computed from results/ and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from experiments.report import bench_claims, curve_claims
+from experiments.report.claims import FIGURES, NEGLIGIBLE, Figure
+from experiments.report.curve_claims import Runs
+from experiments.report.judging import CONTRADICTED, IMPOSSIBLE, REPRODUCED, UNDECIDED, VERDICTS, Evidence, Row, judged
+from experiments.report.names import PUBLISHED_SORTERS, metric_label
+from experiments.report.published import half_bands, published
+from experiments.report.runs import Group
+from experiments.report.statistics import against
+from experiments.report.study_claims import EXDYNA, FIGURE_10, THEORY, Studied
+from experiments.report.tables import ends, mean_std, papers_end
+from experiments.report.text import markdown
+from experiments.store.files import RESULTS
+
+ANSWERS = {"holds": REPRODUCED, "fails": CONTRADICTED, "equal": CONTRADICTED, "undecided": UNDECIDED}  # of studies
+SPEED = Row(
+    "speed",
+    "training is faster than with other sparsifiers, on a cluster of GPUs",
+    IMPOSSIBLE,
+    "there is one GPU, and no network to spare",
+)
+HEAD = f"""# The papers, and what came of them
+
+Every claim with a number in the papers on [CD-GraB](https://arxiv.org/abs/2302.00845) and
+[ExDyna](https://arxiv.org/abs/2402.13781), figures, tables and sentences, beside ours. `make report` computes this page
+from `results/` and nothing else: published numbers from `paper/`, ours from `runs/`, `studies/` and `bench/`.
+
+The rules, here and everywhere:
+
+- A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it.
+- Differences are paired by seed: the same data, split and starting weights, only the order differs.
+- ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
+- Intervals are 95 % ones, by Student's t. Below three seeds there is neither ±, nor an interval, nor a p value.
+- p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
+- Epochs to a loss are counted, not interpolated.
+- **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the
+  other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
+  quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing.
+- A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
+  [levels](#levels).
+- "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's.
+
+Figure 1 of CD-GraB's paper is a drawing; of Figures 2, 5 and 7 no numbers were at hand.
+"""
+LEVELS = """## Levels
+
+Where data and settings are the paper's: means over the last half of the epochs (Table 1: best epochs) and, in brackets,
+last epochs. The interval of the difference is Welch's; of the paper's seeds no more is known than the bands of single
+epochs, and a mean over epochs scatters at most as much as these do on average, so that it is rather too wide.
+
+"""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The lines of one study, by claim, and what they come from."""
+
+    lines: Mapping[str, object]  # with answer, measured, threshold, seeds and note
+    figure: str
+    data: str
+
+
+def page(studies: Mapping[str, Study]) -> str:
+    """The whole page; `studies`: those that are finished, by name."""
+    runs = curve_claims.finished()
+    sections = {
+        "CD-GraB: figures and tables": [
+            *judged(curve_claims.better(runs)),
+            *_answered(FIGURE_10, studies),
+            *bench_claims.memory(),
+        ],
+        "CD-GraB: converges sooner than random reshuffling": judged(curve_claims.sooner(runs)),
+        "CD-GraB: is smoother than random reshuffling": judged(curve_claims.smoother(runs)),
+        "CD-GraB: workers, rates and overhead": [
+            *judged(curve_claims.trends(runs)),
+            *_answered(THEORY, studies),
+            *judged(curve_claims.slower(runs)),
+            *bench_claims.overhead(),
+            *bench_claims.traffic(),
+        ],
+        "ExDyna": [*_answered(EXDYNA, studies), SPEED],
+    }
+    counts = Counter(row.verdict for rows in sections.values() for row in rows)
+    tally = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+    parts = [HEAD, f"{counts.total()} rows: {tally}.\n"]
+    parts += [
+        f"## {title}\n\n{markdown([row.cells(_drawn) for row in rows])}\n" for title, rows in sections.items() if rows
+    ]
+    compared = list(levels(runs))
+    return "\n".join([*parts, f"{LEVELS}{markdown(compared)}\n"] if compared else parts)
+
+
+def _drawn(figure: str) -> bool:
+    return bool(figure) and (RESULTS / "figures" / f"{figure}.png").exists()
+
+
+def _answered(claims: Iterable[Studied], studies: Mapping[str, Study]) -> Iterator[Row]:
+    for claim in claims:
+        study = studies.get(claim.study)
+        for line in claim.lines:
+            if study is None or line not in study.lines:
+                yield Row(claim.where, claim.says, UNDECIDED, f"the study {claim.study} has no line “{line}”")
+            else:
+                yield _answer(claim, study, line)
+
+
+def _answer(claim: Studied, study: Study, line: str) -> Row:
+    found = study.lines[line]
+    verdict = REPRODUCED if claim.no_worse and found.answer == "equal" else ANSWERS[found.answer]
+    reason = "equal, within the margin" if found.answer == "equal" else found.note if verdict == UNDECIDED else ""
+    command = f"make study-{claim.study.replace('_', '-')} SIZE=paper"
+    evidence = Evidence(claim.data or study.data, study.figure, command)
+    ours = f"{line}: {found.measured}; wanted {found.threshold}"
+    return Row(claim.where, claim.says, verdict, reason, ours, str(found.seeds or "–"), evidence)
+
+
+def levels(runs: Runs) -> Iterator[dict[str, str]]:
+    """Our mean beside the paper's, sorter by sorter."""
+    done = set()
+    for figure in FIGURES:
+        for group in curve_claims.groups_of(runs, figure):
+            for metric in (metric for metric in figure.metrics if metric in group.metrics and group.like_the_paper):
+                if (figure.experiment, group.source, metric) not in done:
+                    done.add((figure.experiment, group.source, metric))
+                    yield from _levels(figure, group, metric)
+
+
+def _levels(figure: Figure, group: Group, metric: str) -> Iterator[dict[str, str]]:
+    (first, of), *others = ends(metric).items()
+    for series, curve in published(figure.experiment, metric, column=group.column).items():
+        sorter = PUBLISHED_SORTERS[series]
+        if sorter in group.sorters:
+            ours, theirs = of(group, sorter, metric), papers_end(curve, first)
+            spread = half_bands(curve) * math.sqrt(figure.papers_seeds / (figure.papers_seeds - 1))
+            band = f" ± {spread:.2g}" if math.isfinite(spread) else ""
+            yield {
+                "where": f"{curve_claims.title(figure, group)}, {metric_label(metric)}",
+                "sorter": group.label(sorter),
+                "seeds": str(len(ours)),
+                "ours": mean_std(ours) + "".join(f" ({last(group, sorter, metric).mean():.6g})" for _, last in others),
+                "the paper's": f"{theirs:.6g}{band}"
+                + "".join(f" ({papers_end(curve, when):.6g})" for when, _ in others),
+                "ours − the paper's": str(against(ours, theirs, spread, figure.papers_seeds)),
+            }

@@ -1,0 +1,203 @@
+"""What the two papers say that lines of results/STUDIES.md answer, as data. Nothing here is a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VECTORS, FUNCTIONS, GRADIENTS = "random vectors", "made-up functions", "made-up gradients"
+SORTERS = ("CD-GraB", "ID-GraB (Bal)", "ID-GraB (PairBal)")
+CONVEX, AXES = ("least squares", "ridge logistic regression"), ("workers", "units", "epochs")
+CASES = ("LR-HMDA, SGD with momentum", "LR-HMDA, AdamW", "CIFAR-10, SGD with momentum", "CIFAR-10, AdamW")
+HELD = (("0.01", 8), ("0.01", 64), ("0.001", 8), ("0.001", 64))  # density and workers
+NETWORKS = ("LSTM-WikiText-2", "LeNet-CIFAR-10", "ResNet-18-CIFAR-10")
+EMBEDDING = "sparse model (0.6% of a worker's gradient is not zero)"
+
+
+@dataclass(frozen=True)
+class Studied:
+    """What a paper says, and the lines of a study that answer it."""
+
+    where: str
+    says: str
+    study: str
+    lines: tuple[str, ...]
+    data: str = ""  # if it is not what the study trains on
+    no_worse: bool = False  # the paper claims no more than that, so that "equal" is enough
+
+
+FIGURE_10 = (
+    Studied(
+        "Figure 10",
+        "a round of reordering halves the bound, down to a floor",
+        "herding",
+        tuple(f"{sorter}: a round at least halves what the bound is above its floor" for sorter in SORTERS),
+        VECTORS,
+    ),
+    Studied(
+        "Figure 10",
+        "CD-GraB's bound does not grow with the workers",
+        "herding",
+        (
+            "CD-GraB's floor does not grow with the workers",
+            "CD-GraB's floor is no higher than that of one worker with all vectors",
+        ),
+        VECTORS,
+    ),
+    Studied(
+        "Figure 10",
+        "without coordination the bound grows linearly with the workers",
+        "herding",
+        tuple(f"{sorter}'s floor grows linearly, as the paper's text says" for sorter in SORTERS[1:]),
+        VECTORS,
+    ),
+    Studied(
+        "Figure 10, levels",
+        "its curves",
+        "herding",
+        tuple(
+            f"{level} is within 15 % of the published curve, at every worker count"
+            for level in ("D-RR's level", *(f"{sorter}'s floor" for sorter in SORTERS))
+        ),
+        VECTORS,
+    ),
+)
+THEORY = (
+    Studied(
+        "rates",
+        "under the P.L. condition CD-GraB's gap falls like (workers · units · epochs)^−2",
+        "rates",
+        tuple(f"{function}: exponent of CD-GraB's gap in {x}" for function in CONVEX for x in AXES),
+        FUNCTIONS,
+    ),
+    Studied(
+        "rates",
+        "under the P.L. condition D-RR's gap falls like (workers · units)^−1 · epochs^−2",
+        "rates",
+        tuple(f"{function}: exponent of D-RR's gap in {x}" for function in CONVEX for x in AXES),
+        FUNCTIONS,
+    ),
+    Studied(
+        "rates",
+        "coordination brings the speed-up in workers",
+        "rates",
+        tuple(f"{function}: CD-GraB falls faster in workers than ID-GraB (PairBal)" for function in CONVEX),
+        FUNCTIONS,
+    ),
+    Studied(
+        "rates",
+        "on smooth non-convex functions CD-GraB falls like (workers · units · epochs)^−2/3",
+        "rates",
+        tuple(f"tanh neuron: exponent of CD-GraB's squared gradient norm in {x}" for x in AXES),
+        FUNCTIONS,
+    ),
+    Studied(
+        "larger learning rates",
+        "CD-GraB allows rates at least as large as D-RR's",
+        "learning_rate",
+        tuple(f"{case}: CD-GraB's largest stable rate is no smaller than D-RR's" for case in CASES),
+    ),
+    Studied(
+        "larger learning rates",
+        "CD-GraB's advantage is larger at larger rates",
+        "learning_rate",
+        tuple(
+            f"{case}: CD-GraB's advantage is larger at the largest stable rate than at the smallest" for case in CASES
+        ),
+    ),
+    Studied(
+        "overhead, bytes",
+        "negligible overhead",
+        "scaling",
+        tuple(
+            f"{task}, {units} per process and step: CD-GraB sends as much as D-RR"
+            for task in ("LR-HMDA", "CIFAR-10")
+            for units in ("one unit", "several units")
+        ),
+    ),
+)
+EXDYNA = (
+    Studied(
+        "density",
+        "the density that the user asks for is held throughout",
+        "sparsification",
+        (
+            *(f"ExDyna, density {d}, {w} workers: iterations within ±10% of the target" for d, w in HELD[:2]),
+            *(f"ExDyna, density {d}, {w} workers: iterations within ±30% of the target" for d, w in HELD[2:]),
+            *(
+                f"ExDyna, density {d}, {w} workers: error of the mean density of 50 iterations, where it is largest"
+                for d, w in HELD[2:]
+            ),
+            f"{EMBEDDING}: density / target",
+        ),
+        GRADIENTS,
+    ),
+    Studied(
+        "build-up",
+        "workers never select the same coordinates: the density does not grow with them",
+        "sparsification",
+        ("ExDyna: actual density / target with 64 workers",),
+        GRADIENTS,
+    ),
+    Studied(
+        "build-up",
+        "with Top-k it does",
+        "sparsification",
+        ("Top-k: actual density / target with 64 workers",),
+        GRADIENTS,
+    ),
+    Studied(
+        "imbalance",
+        "workers are loaded evenly",
+        "sparsification",
+        (
+            *(f"ExDyna, density {d}, {w} workers: imbalance, by which padding lengthens what is sent" for d, w in HELD),
+            "the paper rule loads workers more evenly than the static one: log ratio of the imbalance",
+        ),
+        GRADIENTS,
+    ),
+    Studied(
+        "threshold error",
+        "its own rule finds an accurate threshold on the fly",
+        "sparsification",
+        tuple(f"the paper's threshold: iterations to ±10% {when}" for when in ("at the start", "after a tenfold drop")),
+        GRADIENTS,
+    ),
+    Studied(
+        "selection cost",
+        "a worker selects from its share of the coordinates alone: near-optimal cost",
+        "sparsification",
+        tuple(
+            f"selecting: Top-k's time / ExDyna's for {whose} of 8, one core"
+            for whose in ("a worker", "the slowest worker")
+        ),
+        GRADIENTS,
+    ),
+    Studied(
+        "traffic",
+        "what is sent is in proportion to the density",
+        "sparsification",
+        ("ExDyna's bytes / dense ones with 8 workers at density 0.01",),
+        GRADIENTS,
+    ),
+    Studied(
+        "convergence",
+        "at a low density models reach the loss of dense training",
+        "sparsification",
+        (
+            *(
+                f"{network}, {sorter}: train loss with ExDyna / dense at density 0.01"
+                for network in NETWORKS
+                for sorter in ("D-RR", "CD-GraB")
+            ),
+            f"{EMBEDDING}: ExDyna's loss / dense loss",
+        ),
+    ),
+    Studied(
+        "convergence",
+        "at the same density it ends no higher than Top-k",
+        "sparsification",
+        tuple(f"{network}: train loss with ExDyna / Top-k" for network in NETWORKS),
+        no_worse=True,
+    ),
+)
+STUDIES = tuple(dict.fromkeys(claim.study for claim in (*FIGURE_10, *THEORY, *EXDYNA)))

@@ -1,0 +1,109 @@
+"""results/PAPER.md: numbers computed once more from the files with plain numpy, and verdicts on made-up runs."""
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+from synthetic_runs import write_run
+
+from experiments.report import curve_claims, measures, scoreboard
+from experiments.report.claims import FIGURES
+from experiments.report.judging import Claim, Evidence, judged
+from experiments.report.names import BASELINE, OURS
+from experiments.report.runs import Group
+from experiments.report.statistics import against
+from experiments.store.files import RESULTS
+
+PAIR, NOWHERE = (OURS, BASELINE), Evidence("made up", "", "–")
+HMDA = RESULTS / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "NJ-2017"
+
+
+def values(sorter, metric):
+    """[seeds, epochs], from the files themselves."""
+    runs = sorted(HMDA.glob(f"{sorter}-s*/metrics.jsonl"))
+    return np.array([[json.loads(line)[metric] for line in run.read_text().splitlines()] for run in runs])
+
+
+def test_figure_3a_is_what_its_files_say(monkeypatch):
+    monkeypatch.setattr(curve_claims, "FIGURES", FIGURES[:1])
+    runs = {"fig3a_lr_hmda": [Group(HMDA)]}
+    nothing, *rows = judged(curve_claims.better(runs))
+    assert (nothing.where, nothing.verdict) == ("Figure 3a, on its own data", "not possible here")
+    for row, metric in zip(rows, ("train_loss", "test_accuracy"), strict=True):
+        ours, theirs = (values(sorter, metric)[:, 25:].mean(1) for sorter in PAIR)
+        test = ttest_1samp(ours - theirs, 0)
+        ends = [f"{number:.3g}".replace("-", "−") for number in (np.mean(ours - theirs), *test.confidence_interval())]
+        assert row.ours.startswith("{} [{}, {}], p = {:.2g}; last epoch ".format(*ends, test.pvalue))
+        assert (row.verdict, row.seeds) == ("reproduced", f"{len(ours)} of 10")
+    (smoother,) = judged(curve_claims.smoother(runs))
+    ours, theirs = (np.diff(values(sorter, "train_loss")[:, 25:]).std(1, ddof=1) for sorter in PAIR)
+    assert smoother.ours.startswith(f"{np.exp(np.log(theirs / ours).mean()):.3g} [")
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "verdict", "reason"),
+    [
+        ([-1.0, -1.1, -1.2], 0, "reproduced", ""),
+        ([1.0, 1.1, 1.2], 0, "contradicted", ""),
+        ([-1.0, 0.9, -1.1], 0, "cannot decide", "the interval includes 0"),
+        ([-1.0, -1.1], 0, "cannot decide", "2 seeds"),
+        ([-1.0, -1.4, -1.8], 0, "reproduced", ""),  # t = 1.4 √3 / 0.4 = 6.06, p = 0.026
+        ([-1.0, -1.4, -1.8], 1, "cannot decide", "p = 0.052 by Holm"),  # twice that
+    ],
+)
+def test_verdicts(values, others, verdict, reason):
+    claims = [Claim("here", "less", "family", some, NOWHERE, 3) for some in ([values] + [values[:]] * others)]
+    row = judged(claims)[0]
+    assert (row.verdict, row.reason, row.seeds) == (verdict, reason, f"{len(values)} of 3")
+
+
+def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / "x", "cd_grab", "CD-GraB", seed, [5.0, 3.0 + seed, 2.5, 2.0])
+        write_run(tmp_path / "x", "d_rr", "D-RR", seed, [6.0, 5.0, 3.5, 3.5 - seed])  # last: 3.5, 2.5, 1.5
+    assert measures.sooner(Group(tmp_path / "x"), PAIR).to_dict() == {
+        0: 2 - 3,
+        1: 3 - 4,
+        2: 5 - 4,
+    }  # 2 never reaches it
+
+
+def test_welch_against_published_moments():
+    """Two samples given as such: scipy's interval from both equals ours from one and the other's moments."""
+    from scipy.stats import ttest_ind
+
+    ours, theirs = np.array([1.0, 2.0, 4.0, 4.5]), np.array([3.0, 3.5, 5.0])
+    gap = against(ours, theirs.mean(), theirs.std(ddof=1), 3)
+    assert (gap.low, gap.high) == pytest.approx(tuple(ttest_ind(ours, theirs, equal_var=False).confidence_interval()))
+    assert str(against(ours, 1.0, np.nan, 3)) == "1.88"
+
+
+def test_without_runs_the_page_still_names_the_figures(monkeypatch):
+    for module in (curve_claims, scoreboard):
+        monkeypatch.setattr(module, "FIGURES", (FIGURES[2], FIGURES[-1]))
+    monkeypatch.setattr(curve_claims, "TRENDS", ())
+    monkeypatch.setattr(curve_claims, "TIMED", ())
+    monkeypatch.setattr(curve_claims, "evidence", lambda experiment: [])
+    page = scoreboard.page({})
+    assert "Figure 3c" in page and "Table 1, SST-2" in page and "no runs" in page
+    assert "the study rates has no line" in page and "## Levels" not in page
+
+
+def test_all_claims_are_answered():
+    """A line of a study that was renamed would leave a claim without an answer."""
+    assert "has no line" not in (RESULTS / "PAPER.md").read_text()
+
+
+def test_a_claim_of_no_more_than_no_worse(tmp_path, monkeypatch):
+    """SST-2: the paper has no gain, and −0.1 points are within the half point that is allowed."""
+    monkeypatch.setattr(curve_claims, "FIGURES", FIGURES[-1:])
+    for seed in range(3):
+        for sorter, best in (("cd_grab", 80.0 + seed / 50), ("d_rr", 80.1)):
+            metrics = {"val_accuracy": {1: 50.0, 2: best}}
+            write_run(tmp_path / "GLUE", sorter, sorter, seed, [1.0, 1.0], metrics=metrics, columns="task.dataset",
+                      **{"task.dataset": "SST-2"})  # fmt: skip
+    runs = defaultdict(list, table1_glue=[Group(tmp_path / "GLUE")])
+    (row,) = [row for row in judged(curve_claims.better(runs)) if row.where.startswith("Table 1, SST-2")]
+    assert row.verdict == "reproduced" and "best epoch −0.03; at most 0.5 worse" in row.says
