@@ -11,8 +11,8 @@ once: orders are needed only at the end of the epoch, and small models would spe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -34,11 +34,12 @@ from experiments.training.member import Member, evaluated
 from experiments.training.optimisers import Optimiser
 from experiments.training.parts import (
     MOST_STEPS_PER_BLOCK,
+    blocks,
     products,
     progress_bar,
     steps_per_block,
     warm_up_shards,
-    warm_up_sorter,
+    warm_up_sorters,
 )
 from experiments.training.replay import Replay
 from experiments.training.steps import CapturedSteps, SparseMeans, Steps, stacked, unstacked
@@ -68,12 +69,12 @@ class Trainer:
         self.gradients = self._gradients()
         unit_bytes = sum(tensor.nbytes for tensor in self.task.fetch("train", first.owned[:1, :1]))
         unit_bytes += self.flat.dim * DTYPES[self.config.task.dtype].itemsize * self.per_unit
-        units_per_step = self.microbatch * self.group.local_workers
-        self.block_steps = steps_per_block(unit_bytes, units_per_step, self.replicas, self.device)
+        step_bytes = unit_bytes * self.microbatch * self.group.local_workers
+        self.block_steps = steps_per_block(step_bytes, self.replicas, self.device)
         self.loop = self._steps()
+        self.blocks = blocks(self.units, self.microbatch, self.block_steps, self.config.checkpoint.every_steps)
         self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
-        self.epochs_done, self.position = 0, 0  # position: units visited in the current epoch
-        self.clock = Clock()
+        self.epochs_done, self.position, self.clock = 0, 0, Clock()  # position: units visited in the current epoch
         self._stop: Callable[[], int] = lambda: 0
         self._saves = True
         self._warm_up()
@@ -96,73 +97,53 @@ class Trainer:
         tasks = [member.config.task for member in self.members]
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
-        averager = Averager(group, self.flat.dim) if group.world_size > 1 else None
-        if self.sparse:
-            averager = SparseMeans([member.sparse_mean for member in self.members])
-        parts = (self.task, self.gradients, optimiser, parameters, [stacked(part) for part in carries])
-        parts = (*parts, averager)
+        sparse = SparseMeans([member.sparse_mean for member in self.members]) if self.sparse else None
+        plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
+        first_carry = [stacked(part) for part in carries]
+        parts = (self.task, self.gradients, optimiser, parameters, first_carry, sparse or plain)
         if not (compiled and self.device.type == "cuda" and group.world_size == 1):
             return Steps(*parts, self.members[0].sorter.observe_shard if self.shards else None)
-        kept = {"kept_steps": max(2, self.block_steps), "observe": self._observe_early} if self.per_unit else {}
+        observe = partial(self._observe, unseen=True)
+        kept = {"kept_steps": max(2, self.block_steps), "observe": observe} if self.per_unit else {}
         # captured steps fetch their own data: here a block is what runs between two checks of the losses
         self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
         return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
 
+    @torch.no_grad()
     def _warm_up(self) -> None:
         """Trace and compile before any clock runs. TorchScript optimises until its third call."""
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
             inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[..., :units]))
-            with torch.no_grad():
-                for _ in range(3):
-                    unit_gradients, *_ = self.gradients(*inputs)
+            for _ in range(3):
+                unit_gradients, *_ = self.gradients(*inputs)
         if self.per_unit:
-            looking = zip(self.members, self._each(unit_gradients), strict=False)
-            for options, seen in {str(m.config.sorter): (m.config.sorter, seen) for m, seen in looking}.values():
-                warm_up_sorter(options, seen)
+            warm_up_sorters([member.config.sorter for member in self.members], unstacked(unit_gradients, self.replicas))
         elif self.shards:
             warm_up_shards(self.loop.parameters)
-
-    def _each(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The part of every member."""
-        return unstacked(tensor, self.replicas)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict]:
         """For every member everything needed to continue from here, alone or with others, on any number of processes.
         Called by all ranks; what belongs to workers is collected on rank 0, whose states are the ones to keep."""
-        carries = zip(*(map(self.group.collect, self._each(part)) for part in self.loop.carry), strict=True)
-        carries = list(carries) or [()] * self.replicas
-        parts = (self._each(self.loop.parameters), self.loop.optimiser.split(self.loop.optimiser.state), carries)
-        parts = (*parts, self.replay.state_dicts())
         common = {"epochs_done": self.epochs_done, "position": self.position, "seconds": self.clock.seconds}
+        parts = snapshot.split(self.loop, self.replicas, self.group), self.replay.state_dicts()
         return [
-            copied({**common, "parameters": parameters, "optimiser": optimiser, "carry": list(carry), "replay": replay})
-            | member.state_dict()  # copied: a view would be saved with the tensors of all members
-            for member, parameters, optimiser, carry, replay in zip(self.members, *parts, strict=True)
+            copied({**common, **steps, "replay": replay})  # a view would be saved with the tensors of all members
+            | member.state_dict()
+            for member, steps, replay in zip(self.members, *parts, strict=True)
         ]
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue where the members' states were taken, all at the same step. Called by all ranks. States that do not
         fit are refused."""
-        loop, (epochs_done, position) = self.loop, snapshot.progress(states[0])
-        parameters = stacked([state["parameters"] for state in states])
-        optimiser = loop.optimiser.join([state["optimiser"] for state in states])
-        carry = list(loop.first_carry)
-        if position:
-            carries = zip(*(state["carry"] for state in states), strict=True)
-            carry = [stacked([workers[self.group.local] for workers in part]) for part in carries]
+        epochs_done, position = snapshot.progress(states[0])
         right = epochs_done <= self.config.epochs and position <= self.units
-        right = right and all(snapshot.progress(state) == (epochs_done, position) for state in states)
-        right = right and snapshot.alike(
-            [parameters, *optimiser, *carry], [loop.parameters, *loop.optimiser.state, *loop.first_carry]
-        )
-        if not right:
+        if not right or any(snapshot.progress(state) != (epochs_done, position) for state in states):
             raise TypeError("not the state of such a run")
+        snapshot.join(self.loop, states, self.group)
         for member, state in zip(self.members, states, strict=True):
             member.load_state_dict(state)
-        here = ([tensor.to(self.device) for tensor in part] for part in (optimiser, carry))
-        loop.load(parameters.to(self.device), *here)
         self.replay.load_state_dicts([state["replay"] for state in states])
         self.epochs_done, self.position = epochs_done, position
         if position:
@@ -202,6 +183,9 @@ class Trainer:
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
         self.train_epoch(stacked(orders), clock, bar)
+        if self.replay.is_due:  # it takes as long as the epoch, and may be stopped
+            self.save()
+            clock.lap("evaluation")
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
@@ -211,25 +195,30 @@ class Trainer:
         self.epochs_done, self.position = self.epochs_done + 1, 0
         for member, metrics in lines.items():
             if not member.error:
-                member.log.record(_line(self.epochs_done, metrics, clock, self.replicas))
+                member.record(self.epochs_done, metrics, clock, self.replicas)
         if self.epochs_done % self.config.checkpoint.every_epochs == 0 or self.epochs_done == self.config.epochs:
             self.save()
 
     def going(self) -> list[tuple[Member, Tensor]]:
         """The members that have not ended, and their parameters."""
-        all_members = zip(self.members, self._each(self.loop.parameters), strict=True)
+        all_members = zip(self.members, unstacked(self.loop.parameters, self.replicas), strict=True)
         return [(member, parameters) for member, parameters in all_members if not member.error]
 
     def _replayed(self) -> dict[Member, dict]:
         """Figure 9's metric, if it is due: the epoch once more, in the next order."""
         if not self.replay.is_due:
             return {}
+        found = zip(self.members, self.replay.bounds(self._next_visits(), self.units), strict=True)
+        return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
+
+    def _next_visits(self) -> Iterator[Tensor]:
+        """Block by block, unless some rank has received a signal."""
         order = stacked([member.next_order(self.epochs_done) for member in self.members])
         visits = self.owned.gather(-1, order.to(self.device))
-        blocks = _blocks(0, self.units, self.microbatch, self.block_steps, None)
-        bounds = self.replay.bounds([visits[..., start:end].unflatten(-1, (-1, n)) for start, end, n in blocks])
-        found = zip(self.members, bounds, strict=True)
-        return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
+        for start, end, microbatch in self.blocks:
+            if signal := int(self.group.gather(torch.tensor([self._stop()])).max()):
+                raise self._stopped(signal)
+            yield visits[..., start:end].unflatten(-1, (-1, microbatch))
 
     def _checked(self, member: Member, metrics: dict) -> dict:
         if not all(map(math.isfinite, metrics.values())):
@@ -242,15 +231,21 @@ class Trainer:
         units]. `position` counts the units visited; the caller sets it to zero before the next epoch."""
         visits = self.owned.gather(-1, order.to(self.device))
         every = self.config.checkpoint.every_steps
-        for start, end, microbatch in _blocks(self.position, self.units, self.microbatch, self.block_steps, every):
+        for first, end, microbatch in self.blocks:
+            if (start := max(first, self.position)) >= end:  # a run that is resumed may have been stopped with others
+                continue
             signal = self._train_block(visits[..., start:end], start, microbatch, clock, bar)
-            self.position, steps = end, -(-end // self.microbatch)
-            if signal or (every and steps % every == 0 and end < self.units):
+            self.position = end
+            if signal or (every and -(-end // self.microbatch) % every == 0 and end < self.units):
                 self.save()
                 clock.lap("evaluation")
             if signal:
-                where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
-                raise Stopped(signal, f"{early.NAMES[signal]} {where}")
+                raise self._stopped(signal)
+
+    def _stopped(self, signal: int) -> Stopped:
+        steps = f"{-(-self.position // self.microbatch)} of {self.steps} steps"
+        where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps}"
+        return Stopped(signal, f"{early.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
@@ -272,8 +267,9 @@ class Trainer:
         return int(everybodys[..., -1].max())
 
     def _observe(self, seen: Tensor, unseen: bool = False) -> None:
-        """Unit gradients [..., local workers, units, dim] of the members that look at them."""
-        for member, its in zip(self.members, self._each(seen), strict=False):
+        """Unit gradients [..., local workers, units, dim] of the members that look at them. `unseen`: in the middle of
+        a block; at its end they are checked for being finite."""
+        for member, its in zip(self.members, unstacked(seen, self.replicas), strict=False):
             start = member.sorter.position
             try:
                 if not member.error:
@@ -281,16 +277,12 @@ class Trainer:
             except NotFiniteError:
                 self._end(member, member.diverged(self.epochs_done, f"after position {start} of {self.units}"))
 
-    def _observe_early(self, seen: Tensor) -> None:
-        """In the middle of a block; at its end they are checked for being finite."""
-        self._observe(seen, unseen=True)
-
     def _refuse_divergence(self, losses: Tensor, first_step: int) -> None:
         """losses [..., steps]"""
         if torch.isfinite(losses).all() and torch.isfinite(self.loop.parameters).all():
             return
-        vectors = self._each(self.loop.parameters)
-        for member, its, parameters in zip(self.members, self._each(losses), vectors, strict=True):
+        vectors = unstacked(self.loop.parameters, self.replicas)
+        for member, its, parameters in zip(self.members, unstacked(losses, self.replicas), vectors, strict=True):
             bad = (~torch.isfinite(its)).nonzero()
             if not member.error and (len(bad) or not torch.isfinite(parameters).all()):
                 step = first_step + (int(bad[0]) if len(bad) else len(its) - 1) + 1
@@ -306,27 +298,3 @@ class Trainer:
 def alone(run: Run, task: Task, group: WorkerGroup, device: torch.device) -> Trainer:
     """A trainer of one run."""
     return Trainer([Member(run, task, group, device)])
-
-
-def _blocks(
-    position: int, units: int, microbatch: int, block_steps: int, every_steps: int | None
-) -> list[tuple[int, int, int]]:
-    """(first unit, end, units per step) of the steps that run together, from `position` on.
-
-    Checkpoints are due only at the ends of blocks. A run that is resumed may have been stopped with other blocks.
-    """
-    full = units // microbatch * microbatch  # units in steps of full size
-    cuts = {*range(0, full, block_steps * microbatch), full, min(position, full)}
-    if every_steps:
-        cuts |= set(range(0, full, every_steps * microbatch))
-    left = sorted(cut for cut in cuts if cut >= position)
-    blocks = [(start, end, microbatch) for start, end in pairwise(left)]
-    return [*blocks, (full, units, units - full)] if position <= full < units else blocks
-
-
-def _line(epoch: int, metrics: dict, clock: Clock, replicas: int) -> dict:
-    """One line of metrics.jsonl; `seconds`: the training time of all `replicas` together."""
-    phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
-    rest = {"seconds": round(sum(phases.values()) - phases["evaluation"], 6), "order_hash": metrics.pop("order_hash")}
-    together = {"replicas": replicas} if replicas > 1 else {}
-    return {"epoch": epoch, **metrics, **rest, "phases": phases, **together}

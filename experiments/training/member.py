@@ -14,6 +14,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import collected
 from cdgrab.sorters import make_sorter
 from experiments.tasks.base import Task
+from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
@@ -139,6 +140,13 @@ class Member:
         everybodys = self.group.gather(self.current).numpy().astype("<i8").tobytes()
         metrics = self.herding(epochs_done) | {"order_hash": hashlib.sha256(everybodys).hexdigest()}
         return metrics | ({"sparsifier": self.sparse_mean.epoch_means()} if self.sparse_mean else {})
+
+    def record(self, epoch: int, metrics: dict, clock: Clock, replicas: int) -> None:
+        """Write the metrics of a finished epoch; `seconds`: the training time of all `replicas` together."""
+        phases = {phase: round(seconds, 6) for phase, seconds in clock.seconds.items()}
+        seconds = round(sum(phases.values()) - phases["evaluation"], 6)
+        rest = {"seconds": seconds, "order_hash": metrics.pop("order_hash"), "phases": phases}
+        self.log.record({"epoch": epoch, **metrics, **rest} | ({"replicas": replicas} if replicas > 1 else {}))
 
 
 def evaluated(members: Sequence[tuple[Member, Tensor]]) -> list[tuple[Member, dict[str, float]]]:

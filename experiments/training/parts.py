@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from omegaconf import DictConfig
@@ -32,12 +33,23 @@ def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGrou
     return SparseAverager(make_sparsifier(workers=config.workers, dim=flat.dim, group=group, **options))
 
 
-def steps_per_block(unit_bytes: int, units_per_step: int, replicas: int, device: torch.device) -> int:
-    """How many steps run as one block; unit_bytes: the memory of a unit's data and, if it is kept, its gradient. A GPU
-    has room for a full block of every run."""
-    step_bytes = unit_bytes * units_per_step * (replicas if device.type == "cpu" else 1)
+def steps_per_block(step_bytes: int, replicas: int, device: torch.device) -> int:
+    """How many steps run as one block; step_bytes: the memory of a step's data and, if they are kept, unit gradients.
+    A GPU has room for a full block of every run."""
+    step_bytes *= replicas if device.type == "cpu" else 1
     steps = max(1, min(MOST_STEPS_PER_BLOCK, BLOCK_BYTES[device.type] // step_bytes))
     return max(1, steps - steps % 2)  # an even number leaves no unit without its pair
+
+
+def blocks(units: int, microbatch: int, block_steps: int, every_steps: int | None) -> list[tuple[int, int, int]]:
+    """(first unit, end, units per step) of the steps of an epoch that run together; every_steps: between checkpoints,
+    which are due only at the ends of blocks."""
+    full = units // microbatch * microbatch  # units in steps of full size
+    cuts = {*range(0, full, block_steps * microbatch), full}
+    if every_steps:
+        cuts |= set(range(0, full, every_steps * microbatch))
+    found = [(start, end, microbatch) for start, end in pairwise(sorted(cuts))]
+    return [*found, (full, units, units - full)] if full < units else found
 
 
 @contextmanager
@@ -53,8 +65,14 @@ def products(replicas: int, device: torch.device, gradients: str) -> Iterator[No
         torch.backends.mkldnn.enabled = before
 
 
-def warm_up_sorter(options: DictConfig, unit_gradients: Tensor) -> None:
-    """Compile the kernels of a sorter with these options; unit_gradients [workers, units, dim]."""
+def warm_up_sorters(options: Sequence[DictConfig], unit_gradients: Sequence[Tensor]) -> None:
+    """Compile the kernels of sorters with these options, each for its unit gradients [workers, units, dim]; those that
+    don't look come last and have none."""
+    for some, seen in {str(one): (one, seen) for one, seen in zip(options, unit_gradients, strict=False)}.values():
+        _warm_up_sorter(some, seen)
+
+
+def _warm_up_sorter(options: DictConfig, unit_gradients: Tensor) -> None:
     unit_gradients = torch.cat([unit_gradients, unit_gradients], dim=1)  # at least one pair
     workers, units, dim = unit_gradients.shape
     throwaway = make_sorter(workers=workers, units=units, dim=dim, **options)

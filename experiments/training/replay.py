@@ -8,7 +8,7 @@ code looks at the partial sum after every unit; here it is after every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -24,8 +24,7 @@ class Replay:
         """epochs: after which the bound is measured; the first is 1."""
         self._loop, self._workers, self._replicas, self._epochs = loop, workers, replicas, epochs
         self._start: list[Tensor] = []  # parameters and optimiser state at the epoch's start; empty: no replay is due
-        if epochs:
-            loop.sums = PartialSums(loop.parameters)
+        self._sums = PartialSums(loop.parameters) if epochs else None
 
     @property
     def is_due(self) -> bool:
@@ -33,16 +32,20 @@ class Replay:
         return bool(self._start)
 
     def start_epoch(self, epoch: int) -> None:
-        self._start = []
-        if epoch in self._epochs:
-            self._start = copied([self._loop.parameters, *self._loop.optimiser.state])
-            self._loop.sums.restart()
+        due = epoch in self._epochs
+        self._begin(copied([self._loop.parameters, *self._loop.optimiser.state]) if due else [])
 
-    def bounds(self, blocks: Sequence[Tensor]) -> list[float]:
-        """The bound of each run. blocks: the visits of the whole next order, as for `Steps.run`."""
-        loop, sums, (parameters, *optimiser) = self._loop, self._loop.sums, self._start
+    def _begin(self, start: list[Tensor], total: Tensor | float = 0.0) -> None:
+        """Steps add up their gradients only if a replay is due."""
+        self._start, self._loop.sums = start, self._sums if start else None
+        if start:
+            self._sums.restart(total)
+
+    def bounds(self, blocks: Iterable[Tensor], units: int) -> list[float]:
+        """The bound of each run. blocks: the visits of the whole next order, as for `Steps.run`; units: of a worker."""
+        loop, sums, (parameters, *optimiser) = self._loop, self._sums, self._start
         before = copied((loop.parameters, loop.optimiser.state, list(loop.carry)))
-        sums.restart(centre=sums.total / sum(visits.shape[-2:].numel() for visits in blocks))
+        sums.restart(centre=sums.total / units)
         loop.load(parameters, optimiser)
         for number, visits in enumerate(blocks):
             loop.run(visits, Clock(), first=number == 0, observed=False)
@@ -55,16 +58,15 @@ class Replay:
         if not self.is_due:
             return [None] * self._replicas
         loop, (parameters, *optimiser) = self._loop, self._start
-        parameters, totals = (unstacked(tensor, self._replicas) for tensor in (parameters, loop.sums.total))
+        parameters, totals = (unstacked(tensor, self._replicas) for tensor in (parameters, self._sums.total))
         states = zip(parameters, loop.optimiser.split(optimiser), totals, strict=True)
         return [dict(zip(("parameters", "optimiser", "total"), state, strict=True)) for state in states]
 
     def load_state_dicts(self, states: Sequence[dict | None]) -> None:
-        self._start = []
         if states[0] is None:
-            return
+            return self._begin([])
         device = self._loop.parameters.device
         optimiser = self._loop.optimiser.join([state["optimiser"] for state in states])
         start = [stacked([state["parameters"] for state in states]), *optimiser]
-        self._start = [tensor.to(device) for tensor in start]
-        self._loop.sums.restart(total=stacked([state["total"] for state in states]).to(device))
+        total = stacked([state["total"] for state in states])
+        self._begin([tensor.to(device) for tensor in start], total.to(device))

@@ -19,6 +19,7 @@ from cdgrab.runtime.group import WorkerGroup
 from experiments.store import checkpoint
 from experiments.training import runlog
 from experiments.training.config import Run, refuse_other_settings
+from experiments.training.steps import Steps, stacked, unstacked
 
 
 def save(run: Run, state: dict) -> None:
@@ -65,6 +66,30 @@ def progress(state: dict | None) -> tuple[int, int]:
     if not (is_count(state["epochs_done"]) and is_count(state["position"])):
         raise TypeError("not the state of such a run")
     return state["epochs_done"], state["position"]
+
+
+def split(loop: Steps, replicas: int, group: WorkerGroup) -> list[dict]:
+    """Of every run: its parameters, its optimiser's state, and the carry of all workers. Called by all ranks."""
+    carries = zip(*(map(group.collect, unstacked(part, replicas)) for part in loop.carry), strict=True)
+    parts = unstacked(loop.parameters, replicas), loop.optimiser.split(loop.optimiser.state)
+    return [
+        {"parameters": parameters, "optimiser": optimiser, "carry": list(carry)}
+        for parameters, optimiser, carry in zip(*parts, list(carries) or [()] * replicas, strict=True)
+    ]
+
+
+def join(loop: Steps, states: Sequence[dict], group: WorkerGroup) -> None:
+    """Let runs, all at the same step, continue where their states were taken. Called by all ranks."""
+    parameters = stacked([state["parameters"] for state in states])
+    optimiser = loop.optimiser.join([state["optimiser"] for state in states])
+    carry = list(loop.first_carry)
+    if states[0]["position"]:
+        carries = zip(*(state["carry"] for state in states), strict=True)
+        carry = [stacked([workers[group.local] for workers in part]) for part in carries]
+    if not alike([parameters, *optimiser, *carry], [loop.parameters, *loop.optimiser.state, *loop.first_carry]):
+        raise TypeError("not the state of such a run")
+    here = ([tensor.to(loop.parameters.device) for tensor in part] for part in (optimiser, carry))
+    loop.load(parameters.to(loop.parameters.device), *here)
 
 
 def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:

@@ -107,7 +107,7 @@ class CapturedSteps(Steps):
         self.parameters = self.parameters.clone()
         self.carry = [state.clone() for state in self.carry]
         self.optimiser.state = [state.clone() for state in self.optimiser.state]
-        self._captured: dict[int, _Block] = {}  # by microbatch
+        self._captured: dict[tuple[int, bool], _Block] = {}
 
     def load(self, parameters: Tensor, optimiser_state: list[Tensor], carry: Sequence[Tensor] | None = None) -> None:
         carry = self.first_carry if carry is None else carry
@@ -117,12 +117,13 @@ class CapturedSteps(Steps):
         if first:
             _overwrite(self.carry, self.first_carry)
         microbatch = visits.shape[-1]
-        if microbatch not in self._captured:
+        kind = microbatch, self.sums is None  # a graph that sums is another one
+        if kind not in self._captured:
             changed = [*self._state(), *(self.sums.tensors() if self.sums else ())]
             before = [tensor.clone() for tensor in changed]
-            self._captured[microbatch] = _Block(self, visits[..., 0, :])
+            self._captured[kind] = _Block(self, visits[..., 0, :])
             _overwrite(changed, before)
-        block = self._captured[microbatch]
+        block = self._captured[kind]
         block.begin(visits.movedim(-2, 0))
         clock.lap("data")
         steps = visits.shape[-2]
