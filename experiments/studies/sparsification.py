@@ -35,12 +35,18 @@ LONG_SETTLED = 20  # a density that stays close for this many iterations has set
 def parts(settings: DictConfig) -> Iterator[Part]:
     """Seed by seed; within a seed what takes long comes last. Seeds are added to the training only: what is measured
     on synthetic gradients varies little, or has a number of its own."""
-    own = {"imbalance": settings.balance_seeds, "time": settings.timed_seeds, "training": settings.seeds}
-    for seed in range(max(settings.synthetic_seeds, *own.values())):
+    own, synthetic_seeds = _own_seeds(settings), settings.get("synthetic_seeds", settings.seeds)
+    for seed in range(max(synthetic_seeds, *own.values())):
         synthetic = (_part(seed, *case) for case in _cases(settings))
         for part in (*synthetic, *_timings(settings, seed), *_trainings(settings, seed)):
-            if seed < own.get(part.key["measure"], settings.synthetic_seeds):
+            if seed < own.get(part.key["measure"], synthetic_seeds):
                 yield part
+
+
+def _own_seeds(settings: DictConfig) -> dict[str, int]:
+    """Results that were made before there were numbers for single measures have as many seeds of everything."""
+    timed = settings.get("timed_seeds", settings.seeds)
+    return {"imbalance": settings.balance_seeds, "time": timed, "training": settings.seeds}
 
 
 def _cases(settings: DictConfig) -> Iterator[tuple]:
@@ -107,10 +113,11 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
         (_fewer_bytes(table, settings),),
         _sparse_verdicts(table),
     )
-    yield from (repeated(verdict, settings.synthetic_seeds) for verdict in synthetic)
-    yield from (repeated(verdict, settings.balance_seeds) for verdict in _balance(table, settings))
+    own = _own_seeds(settings)
+    yield from (repeated(verdict, settings.get("synthetic_seeds", settings.seeds)) for verdict in synthetic)
+    yield from (repeated(verdict, own["imbalance"]) for verdict in _balance(table, settings))
     timed = chain(*(_cheaper(table, workers, settings) for workers in settings.timed_workers))
-    yield from (repeated(verdict, settings.timed_seeds) for verdict in timed)
+    yield from (repeated(verdict, own["time"]) for verdict in timed)
     for task, rows in select(table, measure="training").groupby("task", sort=False):
         yield from _converges(rows, task, settings)
 
