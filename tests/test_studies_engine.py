@@ -1,4 +1,4 @@
-"""Studies without a task: many seeds at once against the sorters, and training against a plain loop."""
+"""Studies without a task: training against a plain loop."""
 
 import numpy as np
 import pytest
@@ -8,29 +8,6 @@ import cdgrab
 from cdgrab.errors import CdgrabError
 from experiments.studies import rates
 from experiments.studies.problems import KINDS, make_problem, sgd_epoch
-from experiments.studies.replicas import ReplicatedSorter
-
-REPLICATED = [name for name in cdgrab.SORTERS if name != "kh"]
-
-
-@pytest.mark.parametrize("name", REPLICATED)
-@pytest.mark.parametrize(("workers", "units"), [(1, 6), (3, 8), (4, 7)])
-def test_many_seeds_at_once_give_the_orders_of_the_sorters(name, workers, units):
-    replicas, epochs, dim = 3, 4, 5
-    gradients = torch.randn(epochs, replicas, units, workers, dim, dtype=torch.float64)
-    together = ReplicatedSorter(name, seeds=range(replicas), workers=workers, units=units, dim=dim)
-    each = [cdgrab.make_sorter(name, workers=workers, units=units, dim=dim, seed=seed) for seed in range(replicas)]
-    for epoch in range(epochs):
-        order = together.order(epoch)
-        together.observe(gradients[epoch])
-        for seed, sorter in enumerate(each):
-            assert torch.equal(order[seed], sorter.order(epoch))
-            sorter.observe(range(units), gradients[epoch, seed].transpose(0, 1))
-
-
-def test_sorters_without_a_form_for_many_seeds_are_refused():
-    with pytest.raises(CdgrabError, match="no form for many seeds"):
-        ReplicatedSorter("kh", seeds=range(2), workers=1, units=4, dim=1)
 
 
 def loss_of_one(kind, x, y, weights, ridge):

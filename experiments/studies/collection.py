@@ -21,9 +21,10 @@ Every line is computed from the results under `results/studies`. **holds**: the 
 **fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in brackets,
 where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says why). Margins
 are round numbers, the same in all studies: 0.5 % of D-RR's train loss (of a slope, over all alphas), 1 % where losses
-are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of times over pairs of epochs;
-what is counted has none. A claim about every rate or worker count holds where it holds at each, fails where it fails at
-one, and else is undecided or equal where it is so at one; the line shows which decides.
+are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of the time of epochs over
+pairs of them, for the median; what is counted has none. A claim about every rate or worker count holds where it holds
+at each, fails where it fails at one, and else is undecided or equal where it is so at one; the line shows which
+decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
 decision stands, and the column `seeds` says how many it took; what is undecided has taken all that its study allows.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from cdgrab.sorters import SORTERS, make_sorter
 from experiments.report import text
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, ONE_WORKER, OURS, UNCOORDINATED
@@ -27,7 +28,6 @@ from experiments.report.statistics import estimate, power_exponents
 from experiments.store.records import significant
 from experiments.studies.parts import Part
 from experiments.studies.problems import Problem, make_problem, sgd_epoch
-from experiments.studies.replicas import ReplicatedSorter
 from experiments.studies.verdicts import HOLDS, Verdict, judge, select
 
 NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
@@ -61,20 +61,24 @@ def final_gaps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean gaps of the third and of the last quarter of the epochs, [seeds] each, of plain SGD from zero.
 
-    A single worker with all units visits as many per step as there are workers otherwise.
+    Every seed has a sorter of its own. A single worker with all units visits as many per step as there are workers
+    otherwise.
     """
     replicas, _, dim = problem.features.shape
     alone = sorter in ONE_WORKER
     shape = {"workers": 1, "units": workers * units} if alone else {"workers": workers, "units": units}
-    chosen = ReplicatedSorter(sorter, seeds=seeds, dim=dim, **shape)
-    first_row = units * torch.arange(workers)[:, None]
+    options = {"background": False} if SORTERS[sorter].needs_gradients else {}  # so little work is not worth a thread
+    sorters = [make_sorter(sorter, dim=dim, seed=seed, **shape, **options) for seed in seeds]
+    first_row, positions = units * torch.arange(workers)[:, None], torch.arange(shape["units"])
     smallest = 0.0 if problem.kind == NON_CONVEX else problem.minimum
     weights, gaps = torch.zeros(replicas, dim, dtype=torch.float64), []
     for epoch in range(epochs):
-        order = chosen.order(epoch)
+        order = torch.stack([one.order(epoch) for one in sorters])
         visits = order.view(replicas, units, workers) if alone else (order + first_row).transpose(1, 2)
         gradients = sgd_epoch(problem, weights, visits, rate)
-        chosen.observe(gradients.view(replicas, shape["units"], shape["workers"], dim))
+        by_worker = gradients.view(replicas, shape["units"], shape["workers"], dim).transpose(1, 2)
+        for one, seen in zip(sorters, by_worker, strict=True):
+            one.observe(positions, seen)
         if 2 * (epoch + 1) > epochs:
             value = problem.gradient(weights).square().sum(1) if problem.kind == NON_CONVEX else problem.loss(weights)
             gaps.append(value - smallest)
