@@ -110,7 +110,7 @@ def _differences(group: Group, metrics: tuple[str, ...]) -> list[dict[str, str]]
     pairs = [(sorter, BASELINE) for sorter in group.sorters if sorter != BASELINE] + list(PAIRS)
     return [
         {"difference": f"{group.label(first)} − {group.label(second)}", "of": f"{metric_label(metric)}, {when}"}
-        | _paired(of(group, first, metric) - of(group, second, metric), metric)
+        | compared_by_seed(of(group, first, metric) - of(group, second, metric), metric)
         for first, second in pairs
         if {first, second} <= set(group.sorters)
         for metric in metrics
@@ -123,7 +123,7 @@ def _page(rows: list[dict[str, str]], differences: list[dict[str, str]], notes: 
     return "\n\n".join([*tables, "  \n".join(notes)]) + "\n"
 
 
-def _paired(difference: Series, metric: str) -> dict[str, str]:
+def compared_by_seed(difference: Series, metric: str) -> dict[str, str]:
     """Over the seeds that both have."""
     difference = difference.dropna()
     better = (difference > 0) if higher_is_better(metric) else (difference < 0)
@@ -143,7 +143,7 @@ def p_value(p: float) -> str:
 def _compared(experiment: str, group: Group, metric: str, when: str) -> dict[str, str]:
     first, columns = group.manifests[0], group.columns or "workers"
     ours, baseline = (ends(metric)[when](group, sorter, metric) for sorter in (OURS, BASELINE))
-    paired = _paired(ours - baseline, metric)
+    paired = compared_by_seed(ours - baseline, metric)
     return {
         "task": f"{first['task']}, {column_title(columns, group.setting(columns))}",
         "data": ("EMBEDDED: " if first["data"]["embedded"] else "") + first["data"]["description"],
