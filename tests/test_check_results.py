@@ -21,9 +21,9 @@ def test_every_number_in_a_table_of_the_readme_counts(page, name, monkeypatch):
     (table,) = (found for found in readme.MARKED.finditer(page) if found[2] == name)
     page = table[0]
     assert not list(check_results.differences("README.md", page, readme.filled(page), "make report"))
-    numbers = list(re.finditer(r"\d", page))
-    assert len(numbers) > 20
-    for digit in numbers:
+    digits = list(re.compile(r"\d").finditer(page, page.index("\n")))
+    assert len(digits) > 20
+    for digit in digits:
         changed = page[: digit.start()] + str((int(digit[0]) + 1) % 10) + page[digit.end() :]
         (complaint,) = check_results.differences("README.md", changed, readme.filled(changed), "make report")
         assert complaint.startswith("README.md does not agree with results/")
