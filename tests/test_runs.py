@@ -197,9 +197,12 @@ def test_a_lost_checkpoint_is_said(tmp_path, capsys):
     for path in (tmp_path / "run").glob("checkpoint*"):
         path.unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    run(tmp_path / "run", "epochs=3", "resume=true", expect=2)
+    run(tmp_path / "run", "epochs=3", "checkpoint.every_epochs=9", "resume=true", expect=2)
     assert "no checkpoint to go on from" in capsys.readouterr().err
     assert before == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    manifest["config"]["checkpoint"]["every_epochs"] = 9  # then there has never been one
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    assert len(run(tmp_path / "run", "epochs=3", "resume=true")) == 3
 
 
 def test_sorters_that_ignore_gradients_never_pay_for_them(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ once: orders are needed only at the end of the epoch, and small models would spe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -183,9 +183,6 @@ class Trainer:
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
         self.train_epoch(stacked(orders), clock, bar)
-        if self.replay.is_due:  # it takes as long as the epoch, and may be stopped
-            self.save()
-            clock.lap("evaluation")
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
@@ -208,17 +205,11 @@ class Trainer:
         """Figure 9's metric, if it is due: the epoch once more, in the next order."""
         if not self.replay.is_due:
             return {}
-        found = zip(self.members, self.replay.bounds(self._next_visits(), self.units), strict=True)
-        return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
-
-    def _next_visits(self) -> Iterator[Tensor]:
-        """Block by block, unless some rank has received a signal."""
         order = stacked([member.next_order(self.epochs_done) for member in self.members])
         visits = self.owned.gather(-1, order.to(self.device))
-        for start, end, microbatch in self.blocks:
-            if signal := int(self.group.gather(torch.tensor([self._stop()])).max()):
-                raise self._stopped(signal)
-            yield visits[..., start:end].unflatten(-1, (-1, microbatch))
+        bounds = self.replay.bounds([visits[..., start:end].unflatten(-1, (-1, n)) for start, end, n in self.blocks])
+        found = zip(self.members, bounds, strict=True)
+        return {member: {"herding_replayed": bound} for member, bound in found if math.isfinite(bound)}
 
     def _checked(self, member: Member, metrics: dict) -> dict:
         if not all(map(math.isfinite, metrics.values())):
@@ -235,17 +226,13 @@ class Trainer:
             if (start := max(first, self.position)) >= end:  # a run that is resumed may have been stopped with others
                 continue
             signal = self._train_block(visits[..., start:end], start, microbatch, clock, bar)
-            self.position = end
-            if signal or (every and -(-end // self.microbatch) % every == 0 and end < self.units):
+            self.position, steps = end, -(-end // self.microbatch)
+            if signal or (every and steps % every == 0 and end < self.units):
                 self.save()
                 clock.lap("evaluation")
             if signal:
-                raise self._stopped(signal)
-
-    def _stopped(self, signal: int) -> Stopped:
-        steps = f"{-(-self.position // self.microbatch)} of {self.steps} steps"
-        where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps}"
-        return Stopped(signal, f"{early.NAMES[signal]} {where}")
+                where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
+                raise Stopped(signal, f"{early.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.

@@ -8,7 +8,7 @@ code looks at the partial sum after every unit; here it is after every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -41,11 +41,11 @@ class Replay:
         if start:
             self._sums.restart(total)
 
-    def bounds(self, blocks: Iterable[Tensor], units: int) -> list[float]:
-        """The bound of each run. blocks: the visits of the whole next order, as for `Steps.run`; units: of a worker."""
+    def bounds(self, blocks: Sequence[Tensor]) -> list[float]:
+        """The bound of each run. blocks: the visits of the whole next order, as for `Steps.run`."""
         loop, sums, (parameters, *optimiser) = self._loop, self._sums, self._start
         before = copied((loop.parameters, loop.optimiser.state, list(loop.carry)))
-        sums.restart(centre=sums.total / units)
+        sums.restart(centre=sums.total / sum(visits.shape[-2:].numel() for visits in blocks))
         loop.load(parameters, optimiser)
         for number, visits in enumerate(blocks):
             loop.run(visits, Clock(), first=number == 0, observed=False)

@@ -106,7 +106,8 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
         )
     if again and manifest["status"] == "diverged":
         raise DivergedError(manifest.get("reason", "training diverged"))  # as it would again
-    if done > run.config.checkpoint.every_epochs and not checkpoint.exists(run.directory):
+    every = manifest.get("config", {}).get("checkpoint", {}).get("every_epochs", 1)  # as it was then
+    if done > every and not checkpoint.exists(run.directory):
         raise CdgrabError(f"{run.directory} has {done} epochs but no checkpoint to go on from; choose another run_dir")
     return True
 
