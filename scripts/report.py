@@ -1,5 +1,5 @@
-"""What all runs say (`make report`): the papers' claims beside ours in results/PAPER.md, the README's tables, and one
-table of everything under results/runs but trials, CD-GraB against D-RR, in results/REPORT.md."""
+"""What all results say (`make report`): the papers' claims beside ours in results/PAPER.md, the verdicts of studies in
+results/STUDIES.md, the README's tables, and one of everything under results/runs but trials in results/REPORT.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from experiments.report.runs import Group
 from experiments.report.study_claims import STUDIES
 from experiments.report.text import markdown
 from experiments.store.files import RESULTS, ROOT, write_atomically
-from experiments.studies.collection import finished
+from experiments.studies.collection import finished, write_collection
 
 
 def main() -> int:
@@ -33,6 +33,7 @@ def write() -> None:
     write_atomically(page, readme.filled(page.read_text()))
     write_atomically(RESULTS / "REPORT.md", report)
     write_atomically(RESULTS / "PAPER.md", paper())
+    write_collection()
     print(report)
 
 
