@@ -84,14 +84,13 @@ def test_floors_are_compared_with_the_papers(factor, answer):
     rows = []
     for part in herding.parts(settings):
         workers = part.key["workers"]
-        panel = f"m={workers} n={10**6 // workers:.0e}".replace("e+0", "e")
         series = {
             "cd_grab": "CD-GraB",
             "d_rr": "D-RR",
             "id_grab_bal": "ID-GraB (Bal)",
             "id_grab_pair": "ID-GraB (PairBal)",
         }
-        curves = published("study_herding", "bound", column=panel)
+        curves = published("study_herding", "bound", column=workers)
         if curves:
             curve = curves[series[part.key["sorter"]]]["mean"] * (1 + 0.001 * part.key["seed"])
             rows += [part.key | {"round": k, "bound": factor * bound} for k, bound in enumerate(curve)]

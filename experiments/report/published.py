@@ -47,7 +47,7 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
     ),
     "fig12_cifar10_lr": (Curves("published_vector", "12/lr {column}/*", ACCURACY, EPOCHS),),
     "fig11_gpt2_wiki103": (Curves("published_vector", "11//*", LOSS | {"val_ppl_authors": "test_ppl"}, EPOCHS),),
-    "study_herding": (Curves("random_herding", "*", {"bound": "{column}"}, EPOCHS),),
+    "study_herding": (Curves("published_vector", "10/{column} workers/*", {"bound": "herding_bound"}, EPOCHS),),
     "table1_glue": (Curves("table1_glue", "{column}*", {"val_accuracy": "", "val_accuracy_mm": "-mm"}, EPOCHS),),
 }
 

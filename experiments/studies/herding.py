@@ -25,6 +25,7 @@ from experiments.studies.base import Study
 from experiments.studies.parts import Part
 from experiments.studies.verdicts import Verdict, judge, judge_every, select
 
+PUBLISHED_VECTORS = 1_000_000  # over all workers, in every panel of Figure 10
 FLOOR_ROUNDS = 5  # the floor is the mean bound of this many last rounds
 FAR_ABOVE = 3  # a bound above this many floors is still falling
 
@@ -93,8 +94,7 @@ def floors(table: DataFrame) -> DataFrame:
 
 def published_bounds(workers: int, vectors: int) -> dict[str, DataFrame]:
     """The paper's curves by sorter; empty unless it had the same workers and vectors."""
-    panel = f"m={workers} n={vectors // workers:.0e}".replace("e+0", "e")
-    curves = published("study_herding", "bound", column=panel)
+    curves = published("study_herding", "bound", column=workers) if vectors == PUBLISHED_VECTORS else {}
     return {names.PUBLISHED_SORTERS[series]: curve for series, curve in curves.items()}
 
 
