@@ -13,11 +13,21 @@ from cdgrab.errors import CdgrabError
 from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
-from experiments.report.statistics import estimate, holm, paired_p
+from experiments.report.statistics import ERROR, estimate, holm, paired_p
 from experiments.studies.base import Study
 from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides, test_metric
-from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, keeps_the_advantage, select
+from experiments.studies.verdicts import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    Verdict,
+    by_seed,
+    difference,
+    ends_lower,
+    keeps_the_advantage,
+    select,
+)
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -31,7 +41,7 @@ def parts(settings: DictConfig) -> Iterator[Part]:
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    """Answers come from single tests; p values adjusted for all sorters of a task are in the notes."""
+    """A sorter differs from D-RR only if its p value, adjusted for all sorters of a task, says so too."""
     for task in settings.tasks:
         rows, name = select(table, task=task), names.task_name(task)
         p = p_values(rows, settings)
@@ -60,7 +70,8 @@ def p_values(rows: DataFrame, settings: DictConfig) -> DataFrame:
 def _against_baseline(rows: DataFrame, name: str, sorter: str, p: DataFrame) -> Verdict:
     verdict = ends_lower(rows, name, sorter)
     note = f"p = {p.single[sorter]:.2g}, adjusted for {len(p)} sorters (Holm) {p.adjusted[sorter]:.2g}"
-    return replace(verdict, note=f"{verdict.note}; {note}")
+    chance = verdict.answer in (HOLDS, FAILS) and p.adjusted[sorter] > ERROR  # one of so many may differ by chance
+    return replace(verdict, note=f"{verdict.note}; {note}", answer=UNDECIDED if chance else verdict.answer)
 
 
 @text.table
