@@ -95,7 +95,8 @@ def draw(generator: random.Random) -> Case:
     if generator.random() < GROUPED:
         sorters, seeds = generator.sample(sorted(set(SORTERS)), 2), generator.sample(range(9), 2)
         swept = [f"{name}={','.join(map(str, values))}" for name, values in (("sorter", sorters), ("seed", seeds))]
-        return Case([*settings, *swept, f"epochs={epochs // 4}", "task.dtype=float64"], grouped=True)
+        settings += [*swept, f"epochs={epochs // 4}", "task.dtype=float64", *generator.choice(SPARSIFIERS)]
+        return Case(settings, grouped=True)
     settings += [f"epochs={epochs // 2 if processes > 2 else epochs}", f"seed={generator.randrange(9)}"]
     return Case([*settings, f"sorter={generator.choice(SORTERS)}", *generator.choice(SPARSIFIERS)], processes)
 
