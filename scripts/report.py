@@ -13,7 +13,7 @@ from experiments.report.runs import Group
 from experiments.report.study_claims import STUDIES
 from experiments.report.text import markdown
 from experiments.store.files import RESULTS, ROOT, write_atomically
-from experiments.studies.collection import finished, write_collection
+from experiments.studies.collection import finished, verdicts, write_collection
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def paper() -> str:
     studies = {}
     for name in STUDIES:
         for study in [study for study in finished(name) if study.size == "paper" and not study.embedded][:1]:
-            lines = {verdict.claim: verdict for verdict in study.verdicts()}
+            lines = {verdict.claim: verdict for verdict in verdicts(study)}
             data = " and ".join(source["description"] for source in study.data.values())
             studies[name] = scoreboard.Study(lines, study.figure_name(), data)
     return scoreboard.page(studies)

@@ -52,6 +52,7 @@ PUBLISHED: dict[str, tuple[Curves, ...]] = {
 }
 
 
+@cache
 def published(
     experiment: str, metric: str, axis: str = "epoch", column: str | float | None = None
 ) -> dict[str, DataFrame]:

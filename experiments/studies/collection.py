@@ -11,7 +11,7 @@ from cdgrab.errors import CdgrabError
 from experiments.store.files import home, write_atomically
 from experiments.store.records import read_manifest
 from experiments.studies.base import Study
-from experiments.studies.verdicts import verdict_table
+from experiments.studies.verdicts import Verdict, verdict_table
 from experiments.training.composition import choices, own_settings
 
 SIZES = ("paper", "quick", "smoke")  # most informative first
@@ -35,7 +35,7 @@ have tables and figures of the notebooks, which show all seeds.
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
 
-_tables: dict[tuple[Path, int], str] = {}  # by folder and time of its results: every study shows those of all others
+_verdicts: dict[tuple[Path, int], list[Verdict]] = {}  # by folder and time of its results: several pages show them
 
 
 def finished(name: str, trial: bool = False) -> list[Study]:
@@ -64,10 +64,15 @@ def best(name: str) -> Study:
 def summary(study: Study) -> str:
     """The verdicts as a table, and what they were computed from."""
     note = "; so small a size only shows that it runs" if study.size == "smoke" else ""
+    return f"{verdict_table(verdicts(study))}\n\n{study.caption()}{note}\n"
+
+
+def verdicts(study: Study) -> list[Verdict]:
+    """What it says, computed once."""
     results = study.directory, study.metrics_path.stat().st_mtime_ns
-    if results not in _tables:
-        _tables[results] = verdict_table(study.verdicts())
-    return f"{_tables[results]}\n\n{study.caption()}{note}\n"
+    if results not in _verdicts:
+        _verdicts[results] = study.verdicts()
+    return _verdicts[results]
 
 
 def write_collection(trial: bool = False) -> Path:
