@@ -7,8 +7,10 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
 
 from cdgrab.errors import CdgrabError, DivergedError, Stopped
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
 from experiments import launch
 from experiments.report.runs import Group
@@ -16,7 +18,7 @@ from experiments.report.tables import summary
 from experiments.store import checkpoint
 from experiments.store.files import RUNS
 from experiments.store.records import read_manifest, read_metrics
-from experiments.training import session
+from experiments.training import grouping, memory, session
 from experiments.training.config import compose
 from experiments.training.grouping import groups
 from experiments.training.launcher import grouped, prepare
@@ -168,6 +170,19 @@ def test_groups_are_as_large_as_replicas_and_jobs_say():
     assert numbers(*seeds, parts=2) == [[0, 1, 2], [3, 4]]
     assert numbers(*([*seed, "replicas=2"] for seed in seeds)) == [[0, 1], [2, 3], [4]]
     assert numbers(*([*seed, "replicas=1"] for seed in seeds)) == [[0], [1], [2], [3], [4]]
+
+
+def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch):
+    runs = made(tmp_path, [[*TASKS["data split by seed"], "epochs=1", f"seed={seed}"] for seed in range(3)])
+    member = grouping.make_member(runs[0], WorkerGroup(4), torch.device("cpu"))
+    least = 2 * 3 * 4 * 8 * member.flat.dim  # twice what it needs, of which unit gradients are only a part
+    for free, processes, size in ((least, 1, 1), (20 * least, 20, 1), (20 * least, 1, 3)):
+        monkeypatch.setattr(memory, "_free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(memory, "_sharing", processes)
+        assert len(grouping.first_members(runs, member.group, member.device)) == size
+    monkeypatch.setattr(grouping, "_fit_in_memory", lambda member: 2)
+    assert session.carry_out(*runs) == [0, 0, 0]
+    assert [lines(run)[0].get("replicas") for run in runs] == [2, 2, None]
 
 
 def test_runs_on_several_processes_train_alone(tmp_path):

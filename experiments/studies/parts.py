@@ -21,7 +21,7 @@ import torch
 from cdgrab.errors import CdgrabError
 from experiments.studies.training import Columns, TrainingRun, alike, outcome, outcomes
 from experiments.training.extensions import load_extensions
-from experiments.training.memory import keep_freed_memory
+from experiments.training.memory import keep_freed_memory, share_memory
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def computed(parts: list[Part], jobs: int) -> Iterator[tuple[Part, dict]]:
         for some in work:
             yield from zip(some, _timed(some), strict=True)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker, (jobs,)) as pool:
         try:
             by_future = {pool.submit(_timed, some): some for some in work}
             for future in as_completed(by_future):
@@ -74,9 +74,10 @@ def _work(parts: list[Part], jobs: int) -> list[list[Part]]:
     return groups + [[part] for part in parts if not part.run]
 
 
-def _begin_worker() -> None:
+def _begin_worker(jobs: int) -> None:
     load_extensions()
     keep_freed_memory()
+    share_memory(jobs)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()

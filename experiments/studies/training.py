@@ -91,19 +91,23 @@ def alike(runs: Sequence[TrainingRun], processes: int) -> list[list[int]]:
 
 def train(runs: Sequence[TrainingRun]) -> list[list[dict]]:
     """Metrics by epoch of each run, starting with the untrained model; a run that diverges ends early."""
-    runs, results = list(runs), []
-    while runs:
-        composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
-        device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
-        members = first_members(composed, group, device)
-        trainer = Trainer(members)
-        for member, metrics in evaluated(trainer.going()):
-            member.log = _Epochs(metrics)
-        with contextlib.suppress(DivergedError):
-            trainer.fit(save=False)
-        results += [member.log.epochs for member in members]
-        runs = runs[len(members) :]
+    results: list[list[dict]] = []
+    while len(results) < len(runs):
+        results += _train_first(runs[len(results) :])
     return results
+
+
+def _train_first(runs: Sequence[TrainingRun]) -> list[list[dict]]:
+    """The same of as many of these runs, from the first one on, as fit into memory."""
+    composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
+    device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
+    members = first_members(composed, group, device)
+    trainer = Trainer(members)
+    for member, metrics in evaluated(trainer.going()):
+        member.log = _Epochs(metrics)
+    with contextlib.suppress(DivergedError):
+        trainer.fit(save=False)
+    return [member.log.epochs for member in members]
 
 
 def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from experiments import early
 from experiments.early import STATUS
 from experiments.training.extensions import load_extensions
 from experiments.training.launcher import Prepared, grouped, launch
+from experiments.training.memory import share_memory
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -23,9 +24,9 @@ _spawn = multiprocessing.get_context("spawn")
 class _Worker:
     """A process, and the pipe on which it receives runs and answers with their exit statuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: int) -> None:
         self.line, its_end = _spawn.Pipe()
-        self.process = _spawn.Process(target=_carry_out_runs, args=(its_end,))
+        self.process = _spawn.Process(target=_carry_out_runs, args=(its_end, jobs))
         self.process.start()
         its_end.close()  # so that the pipe is closed when the process ends
 
@@ -38,9 +39,10 @@ class _Worker:
             return [self.process.exitcode if self.process.exitcode >= 0 else 128 - self.process.exitcode]
 
 
-def _carry_out_runs(line: Connection) -> None:
+def _carry_out_runs(line: Connection, jobs: int) -> None:
     early.listen()
     load_extensions()
+    share_memory(jobs)
     while together := line.recv():
         line.send(launch(*together))
 
@@ -56,7 +58,7 @@ def launch_at_once(runs: list[Prepared], jobs: int) -> list[int]:
         while waiting or len(idle) < len(workers):
             while waiting and (idle or len(workers) < jobs):
                 if not idle:
-                    workers.append(_Worker())
+                    workers.append(_Worker(jobs))
                     idle.append(workers[-1])
                 idle.pop().line.send(waiting.popleft())
             answered = wait([worker.line for worker in workers])

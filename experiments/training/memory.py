@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_sharing = 1  # processes
 
 
 def keep_freed_memory() -> None:
@@ -38,9 +40,22 @@ def _set_thresholds(mapped: int, trimmed: int) -> None:
         mallopt(M_TRIM_THRESHOLD, trimmed)
 
 
+def share_memory(processes: int) -> None:
+    """This is one of so many processes that train at the same time."""
+    global _sharing
+    _sharing = processes
+
+
 def free_memory(device: torch.device) -> int:
-    """Free bytes; on a CPU those that are available without swapping."""
+    """This process's share of the free bytes."""
+    return _free_memory(device) // _sharing
+
+
+def _free_memory(device: torch.device) -> int:
+    """On a CPU, what is available without swapping."""
     if device.type == "cuda":
+        gc.collect()  # what trained before has cycles, and torch keeps its memory
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     pages = "SC_AVPHYS_PAGES"
     if sys.platform == "linux":

@@ -133,6 +133,7 @@ def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] 
             members = first_members(runs, group, device)
         errors |= _train_members(members, (first, total))
         runs, first = runs[len(members) :], first + len(members)
+        del members  # before the next ones are made
     return errors
 
 
