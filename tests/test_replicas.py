@@ -235,6 +235,6 @@ def test_times_of_runs_that_trained_together_are_not_shown(tmp_path, monkeypatch
     session.carry_out(*made(tmp_path / "together", [[*task, f"seed={seed}"] for seed in range(2)]))
     session.carry_out(*made(tmp_path / "alone", [[*task, "seed=0"]]))
     together, alone = Group(tmp_path / "together"), Group(tmp_path / "alone")
-    assert alone.timed and not together.timed
+    assert alone.alone.manifests and not together.alone.manifests
     assert "2 runs trained together: no times" in together.caption() and "together" not in alone.caption()
     assert "| –  " in summary(together, ("train_loss",), "fig3c_mlp_m4")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from experiments.report.names import BASELINE, LOSS, OURS, UNCOORDINATED
+from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED
 
 Pair = tuple[str, str]  # sorters; the first one should be better
 NEGLIGIBLE = 1.1  # "negligible overhead" is read as at most so many times D-RR's time
@@ -37,7 +37,7 @@ class Figure:
 
 
 WORKERS, MANY, RATES = (4, 8, 16, 32, 64), (64,), (0.0005, 0.001, 0.005, 0.01)
-ACCURACY, HERDING = (LOSS, "test_accuracy"), ("herding_replayed",)
+ACCURACY, HERDING = (LOSS, "test_accuracy"), ("herding_replayed", BOUND)
 COORDINATED = ((OURS, "id_grab_bal"), (OURS, UNCOORDINATED))
 CENTRALISED = (("grab", BASELINE), ("grab_pair", BASELINE), ("grab_pair", "grab"))
 NOT_OBTAINED = "the dataset could not be obtained"

@@ -78,8 +78,8 @@ def sooner(runs: Runs) -> Iterator[Claim]:
             figure.seeds,
             beside=f"{_counts(curves)} on the mean curves",
         )
-        if figure in TIMED and group.timed:
-            faster = measures.sooner_in_seconds(group, pair)
+        if figure in TIMED and set(pair) <= set(group.alone.sorters):
+            faster = measures.sooner_in_seconds(group.alone, pair)
             where_timed = f"{title(figure, group)}, seconds"
             family = f"sooner in seconds, {where.figure}"
             yield Claim(where_timed, words, family, faster, where, figure.seeds, below=False, shown=math.exp)
@@ -104,12 +104,12 @@ def smoother(runs: Runs) -> Iterator[Claim]:
 def slower(runs: Runs) -> Iterator[Claim]:
     """What an epoch takes beside one of the baseline, where runs had the machine for themselves."""
     for figure, group, pair in _against_baseline(runs, TIMED):
-        if group.timed:
+        if set(pair) <= set(group.alone.sorters):
             yield Claim(
                 f"overhead, {title(figure, group)}",
                 overhead_said(figure, pair),
                 f"overhead, {figure.name}",
-                measures.slower(group, pair),
+                measures.slower(group.alone, pair),
                 _evidence(figure, group),
                 figure.seeds,
                 limit=math.log(NEGLIGIBLE),

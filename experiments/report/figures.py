@@ -20,13 +20,13 @@ def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experime
     The paper's curves are added (dashed) only if data and settings are the paper's; seconds only if they are
     meaningful.
     """
-    rows = ("epoch", "elapsed") if group.timed else ("epoch",)
+    rows = {"epoch": group} | ({"elapsed": group.alone} if group.alone.manifests else {})
     compared = BASELINE in group.sorters and len(group.sorters) > 1
     count = len(rows) + compared
     figure, axes = plots.panels(count, len(metrics), 4.6 * len(metrics), 2.4 * count + 1.0)
-    for row, axis in zip(axes, rows, strict=False):
+    for row, (axis, runs) in zip(axes, rows.items(), strict=False):
         for panel, metric in zip(row, metrics, strict=True):
-            _draw_panel(panel, group, metric, axis, experiment)
+            _draw_panel(panel, runs, metric, axis, experiment)
             _frame(panel, _converged(group, metric, experiment))
     for panel, metric in zip(axes[-1], metrics, strict=True) if compared else ():
         _draw_differences(panel, group, metric, experiment)

@@ -93,7 +93,11 @@ def _row(claim: Claim, adjusted: float) -> Row:
     p = "" if math.isnan(claim.p) else f", {p_value(claim.p)}{by_holm}"
     number = str(replace(value, **{end: claim.shown(getattr(value, end)) for end in ("mean", "low", "high")}))
     ours = "; ".join(filter(None, (number + p, claim.beside))) if value.seeds else "–"
-    return Row(claim.where, claim.says, verdict, reason, ours, f"{value.seeds} of {claim.wanted}", claim.evidence)
+    return Row(claim.where, claim.says, verdict, reason, ours, _of(value.seeds, claim.wanted), claim.evidence)
+
+
+def _of(seeds: int, wanted: int) -> str:
+    return str(seeds) if seeds >= wanted else f"{seeds} of {wanted}"
 
 
 def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from experiments.report.names import BASELINE, LOSS, OURS, metric_label, sorter_
 from experiments.report.runs import Group, groups, sweeps
 from experiments.report.statistics import paired_p
 from experiments.report.tables import LAST_EPOCH, LAST_HALF, compared_by_seed, ends, epochs_to, p_value, papers_ends
-from experiments.report.text import markdown, mean_std, minus, plural
+from experiments.report.text import markdown, mean_std, minus, narrow, plural
 
 WHEN = {LAST_HALF: "mean over the last half of the epochs", LAST_EPOCH: "last epoch"}
 HMDA, CIFAR10 = "fig3a_lr_hmda", "fig4_cifar10_workers"
@@ -80,10 +80,5 @@ def _block(found: re.Match) -> str:
     indent, name = found.groups()
     if name not in TABLES:
         raise CdgrabError(f"README.md wants the results {name!r}; there are {', '.join(TABLES)}")
-    lines = [f"<!-- results: {name} -->", *map(_narrow, TABLES[name]().splitlines()), "<!-- end -->"]
+    lines = [f"<!-- results: {name} -->", *narrow(TABLES[name]()).splitlines(), "<!-- end -->"]
     return "\n".join(indent + line for line in lines)
-
-
-def _narrow(line: str) -> str:
-    """A table's line without padding, which long cells make very wide."""
-    return re.sub(r"-{2,}", "---", re.sub(r" +\|", " |", line))

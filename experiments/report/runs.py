@@ -50,6 +50,7 @@ class Group(Runs):
     """Runs of one experiment on one data source with the same settings: results/runs/<task>/<experiment>/<source>."""
 
     directory: Path
+    only_alone: bool = False
 
     @property
     def name(self) -> str:
@@ -65,7 +66,8 @@ class Group(Runs):
     def manifests(self) -> list[dict]:
         """Of the finished runs, by sorter and seed."""
         found = [read_manifest(path.parent) | {"path": path.parent} for path in self.directory.glob("*/manifest.json")]
-        return sorted((m for m in found if m.get("status") == "finished"), key=lambda m: (_variant(m), m["seed"]))
+        finished = [m for m in found if m.get("status") == "finished" and (_alone(m) or not self.only_alone)]
+        return sorted(finished, key=lambda m: (_variant(m), m["seed"]))
 
     @cached_property
     def metrics(self) -> DataFrame:
@@ -153,12 +155,11 @@ class Group(Runs):
         """Beside the paper's curves, perplexities are computed as in the published code."""
         return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
 
-    @property
-    def timed(self) -> bool:
-        """Whether the seconds are meaningful: runs that shared a GPU took turns on it, and for runs that trained
-        together only the group's time is known."""
-        alone = all(m.get("replicas", 1) == 1 for m in self.manifests)
-        return alone and all(m.get("device", "cpu") == "cpu" or _jobs(m) == 1 for m in self.manifests)
+    @cached_property
+    def alone(self) -> Group:
+        """Those of its runs whose seconds are meaningful: runs that shared a GPU took turns on it, and of runs that
+        trained together only the group's time is known."""
+        return Group(self.directory, only_alone=True)
 
     @property
     def trial(self) -> bool:
@@ -245,8 +246,14 @@ def _machine(manifests: list[dict]) -> str:
     devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
     most, together = max(map(_jobs, manifests)), max(m.get("replicas", 1) for m in manifests)
     at_a_time = f", up to {most} runs at a time" if most > 1 else ""
-    as_one = f", up to {together} runs trained together: no times" if together > 1 else ""
+    of_some = " of these" if any(map(_alone, manifests)) else ""
+    as_one = f", up to {together} runs trained together: no times{of_some}" if together > 1 else ""
     return ", ".join(devices) + at_a_time + as_one
+
+
+def _alone(manifest: dict) -> bool:
+    """Whether a run had its machine for itself."""
+    return manifest.get("replicas", 1) == 1 and (manifest.get("device", "cpu") == "cpu" or _jobs(manifest) == 1)
 
 
 def _jobs(manifest: dict) -> int:

@@ -17,7 +17,7 @@ from experiments.report.runs import Group
 from experiments.report.statistics import against
 from experiments.report.study_claims import EXDYNA, FIGURE_10, THEORY, Studied
 from experiments.report.tables import ends, mean_std, papers_end
-from experiments.report.text import markdown
+from experiments.report.text import markdown, narrow
 from experiments.store.files import RESULTS
 
 ANSWERS = {"holds": REPRODUCED, "fails": CONTRADICTED, "equal": CONTRADICTED, "undecided": UNDECIDED}  # of studies
@@ -43,18 +43,19 @@ The rules, here and everywhere:
 - Epochs to a loss are counted, not interpolated.
 - **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the
   other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
-  quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing.
+  quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing. Where a
+  study finds sorters equal, within its margin, a claim that one is better is contradicted, that it is no worse
+  reproduced.
 - A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
   [levels](#levels).
 - "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's.
 
 Figure 1 of CD-GraB's paper is a drawing; of Figures 2, 5 and 7 no numbers were at hand.
 """
-LEVELS = """## Levels
-
-Where data and settings are the paper's: means over the last half of the epochs (Table 1: best epochs) and, in brackets,
-last epochs. The interval of the difference is Welch's; of the paper's seeds no more is known than the bands of single
-epochs, and a mean over epochs scatters at most as much as these do on average, so that it is rather too wide.
+LEVELS = """Where data and settings are the paper's: means over the last half of the epochs (Table 1: best epochs) and,
+in brackets, last epochs. The interval of the difference is Welch's. Of the paper's seeds no more is known than the
+bands of single epochs; a mean over epochs scatters at most as much as these do on average, so that it is rather too
+wide.
 
 """
 
@@ -88,14 +89,18 @@ def page(studies: Mapping[str, Study]) -> str:
         ],
         "ExDyna": [*_answered(EXDYNA, studies), SPEED],
     }
-    counts = Counter(row.verdict for rows in sections.values() for row in rows)
-    tally = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
-    parts = [HEAD, f"{counts.total()} rows: {tally}.\n"]
-    parts += [
-        f"## {title}\n\n{markdown([row.cells(_drawn) for row in rows])}\n" for title, rows in sections.items() if rows
-    ]
-    compared = list(levels(runs))
-    return "\n".join([*parts, f"{LEVELS}{markdown(compared)}\n"] if compared else parts)
+    tables = {title: markdown([row.cells(_drawn) for row in rows]) for title, rows in sections.items() if rows}
+    if compared := list(levels(runs)):
+        tables["Levels"] = LEVELS + markdown(compared)
+    parts = [HEAD, _overview(sections) + "\n", *(f"## {title}\n\n{table}\n" for title, table in tables.items())]
+    return narrow("\n".join(parts)) + "\n"
+
+
+def _overview(sections: Mapping[str, list[Row]]) -> str:
+    """How many rows have which verdict."""
+    counts = {title: Counter(row.verdict for row in rows) for title, rows in sections.items()}
+    counts["all"] = sum(counts.values(), Counter())
+    return markdown([{"": title} | {v: str(some[v]) for v in VERDICTS} for title, some in counts.items()])
 
 
 def _drawn(figure: str) -> bool:

@@ -102,7 +102,8 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
         if BASELINE in group.sorters and "loss" in loss:
             epoch = epochs_to(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
             row["epochs to D-RR's last loss"] = "not reached" if math.isnan(epoch) else f"{epoch:g}"
-        row["seconds per epoch"] = f"{curve['elapsed'].iloc[-1] / curve.index[-1]:.3f}" if group.timed else "–"
+        timed = group.alone.curve(sorter, loss)["elapsed"] if sorter in group.alone.sorters else curve["elapsed"][:0]
+        row["seconds per epoch"] = "–" if timed.empty else f"{timed.iloc[-1] / timed.index[-1]:.3f}"
         yield row
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 
@@ -18,6 +19,11 @@ def markdown(rows: list[dict[str, str]]) -> str:
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines]
     rule = "|".join("-" * (width + 2) for width in widths)
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {cells} |" for cells in lines[1:])])
+
+
+def narrow(page: str) -> str:
+    """Tables without padding, which long cells make very wide."""
+    return re.sub(r"^ *\|.*$", lambda line: re.sub(r"-{2,}", "---", re.sub(r" +\|", " |", line[0])), page, flags=re.M)
 
 
 def table(rows: Callable[..., Iterator[dict[str, str]]]) -> Callable[..., str]:
