@@ -1,6 +1,7 @@
 """Do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says? `make check-results`.
 
-What is computed from results/ is computed again, without drawing, and compared word by word.
+What is computed from results/ is computed again, without drawing, and compared word by word. Numbers in README's prose
+must occur in the tables that their paragraphs refer to: see `experiments.report.quoted`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from experiments.early import exit_status
-from experiments.report import plots, readme
+from experiments.report import plots, quoted, readme
 from experiments.report.notebook import FOLDER
 from experiments.store.files import RESULTS, ROOT
 from experiments.studies.collection import collection
@@ -26,7 +27,7 @@ def main() -> int:
 
 
 def check() -> int:
-    found = [*pages(), *notebooks()]
+    found = [*pages(), *notebooks(), *prose((ROOT / "README.md").read_text())]
     for complaint in found:
         print(complaint, file=sys.stderr)
     return int(bool(found))
@@ -43,7 +44,7 @@ def notebooks() -> Iterator[str]:
     """What notebooks show in words, the tables that they save, and figures that none of them draws."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CDGRAB_FIGURES=folder):
         for path in sorted(FOLDER.glob("*.ipynb")):
-            cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+            cells = code_cells(path)
             yield from differences(f"notebooks/{path.name}", shown(cells), computed(cells), "make figures")
         made, kept = Path(folder), RESULTS / "figures"
         for name in sorted({path.name for some in (made, kept) for path in some.iterdir()}):
@@ -52,6 +53,28 @@ def notebooks() -> Iterator[str]:
             elif name.endswith(".md"):
                 texts = ((some / name).read_text() for some in (kept, made))
                 yield from differences(f"results/figures/{name}", *texts, "make figures")
+
+
+def prose(page: str) -> Iterator[str]:
+    """Numbers of paragraphs that refer to results, and are not in these."""
+    for paragraph in quoted.paragraphs(readme.MARKED.sub("", page)):
+        sources = "\n".join(_texts(**quoted.references(paragraph)))
+        if sources and (lost := quoted.missing(paragraph, sources)):
+            begin = " ".join(paragraph.split())[:60]
+            yield f"README.md, “{begin} …”: its tables have no {', '.join(lost)}"
+
+
+def _texts(notebooks: list[str], benchmarks: list[str]) -> Iterator[str]:
+    """What notebooks show, lines of PAPER.md about their figures, and rows of benchmarks."""
+    paper = (RESULTS / "PAPER.md").read_text().splitlines()
+    for name in notebooks:
+        yield shown(code_cells(FOLDER / f"{name}.ipynb"))
+        yield from (line for line in paper if f"/{name}-" in line or f"/{name}." in line)
+    yield from ((RESULTS / "bench" / f"{name}.json").read_text() for name in benchmarks)
+
+
+def code_cells(path: Path) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def shown(cells: list[dict]) -> str:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from experiments.report import readme
+from experiments.report import quoted, readme
 from experiments.store.files import ROOT
 from scripts import check_results
 
@@ -27,3 +27,46 @@ def test_every_number_in_a_table_of_the_readme_counts(page, name, monkeypatch):
         changed = page[: digit.start()] + str((int(digit[0]) + 1) % 10) + page[digit.end() :]
         (complaint,) = check_results.differences("README.md", changed, readme.filled(changed), "make report")
         assert complaint.startswith("README.md does not agree with results/")
+
+
+def test_all_that_is_written_agrees_with_the_results(page):
+    assert [*check_results.pages(), *check_results.notebooks(), *check_results.prose(page)] == []
+
+
+def test_a_number_in_prose_that_no_table_has_is_found(page):
+    paragraph = next(some for some in quoted.paragraphs(page) if some.startswith("- **LR-HMDA**"))
+    number = next(number for number, _ in quoted.NUMBER.findall(paragraph))
+    changed = page.replace(
+        number, f"{float(number) + 10 ** -len(number.partition('.')[2]):.{len(number.partition('.')[2])}f}"
+    )
+    (complaint,) = check_results.prose(changed)
+    assert complaint.startswith("README.md, “- **LR-HMDA**")
+
+
+@pytest.mark.parametrize(
+    ("prose", "missing"),
+    [
+        ("it ends at 0.123 ± 0.005, 45.7 % lower, p = 0.020", []),
+        ("it ends at 0.124", ["0.124"]),
+        ("12 % more, −1,234.5, at 3 epochs", []),  # of a ratio of 1.12
+        ("13 % more", ["13"]),
+        ("lower on 4 of\n  5 seeds", []),
+        ("lower on 5 of 5 seeds", ["5 of 5 seeds"]),
+        ("at a rate of 0.25 <!-- not in the tables: 0.25 (setting 3) -->", []),
+        ("<!-- not in the tables: 0.25 -->", ["0.25 (listed, but not there)"]),
+    ],
+)
+def test_numbers_in_prose_are_rounded_numbers_of_tables(prose, missing):
+    sources = "| 0.12349 ± 0.00512 | −0.457 | p = 0.02 | 1.12 | 1234.51 | 4 of 5 seeds |"
+    assert quoted.missing(prose, sources) == missing
+
+
+def test_paragraphs_name_their_tables():
+    text = "- M4 (Figure 3c)\n\n\n  and more\n\n- `study-rates`, BENCH=dropin\n\nFigure 11.\n\n| Figure 4 | 0.5 |"
+    found = [quoted.references(some) for some in quoted.paragraphs(text)]
+    assert [some["notebooks"] for some in found] == [
+        ["fig3c_mlp_m4", "fig3c_mlp_m4_4workers"],
+        ["study_rates"],
+        ["fig11_gpt2_wiki103"],
+    ]
+    assert [some["benchmarks"] for some in found] == [[], ["dropin"], []]
