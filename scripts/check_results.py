@@ -1,6 +1,7 @@
 """Do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says? `make check-results`.
 
-What is computed from results/ is computed again, without drawing, and compared word by word. Numbers in README's prose
+What is computed from results/ is computed again, without drawing, and compared word by word; tests look only at what
+is quick. Numbers in README's prose
 must occur in the tables that their paragraphs refer to: see `experiments.report.quoted`.
 """
 
@@ -16,9 +17,12 @@ from unittest import mock
 
 from experiments.early import exit_status
 from experiments.report import plots, quoted, readme
+from experiments.report.claims import FIGURES
 from experiments.report.notebook import FOLDER
+from experiments.report.runs import groups, sweeps
 from experiments.store.files import RESULTS, ROOT
-from experiments.studies.collection import collection
+from experiments.studies.collection import collection, stored
+from experiments.training.composition import choices
 from scripts.report import paper
 
 
@@ -27,15 +31,39 @@ def main() -> int:
 
 
 def check() -> int:
-    found = [*pages(), *notebooks(), *prose((ROOT / "README.md").read_text())]
+    found = [*quick((ROOT / "README.md").read_text()), *pages(), *notebooks()]
     for complaint in found:
         print(complaint, file=sys.stderr)
     return int(bool(found))
 
 
+def quick(page: str) -> Iterator[str]:
+    """What takes no long computation; `page`: README.md."""
+    yield from differences("README.md", page, readme.filled(page), "make report")
+    yield from prose(page)
+    yield from captions()
+
+
+def captions() -> Iterator[str]:
+    """Captions name seeds and commits of all runs: they tell whether a notebook or STUDIES.md was made of those that
+    are there now."""
+    for figure in FIGURES:
+        told = shown(code_cells(FOLDER / f"{figure.experiment}.ipynb"))
+        found = groups(figure.source)
+        if columns := found[0].columns:
+            found = sweeps(figure.source, columns)
+        for caption in (runs.caption() for runs in found):
+            if caption not in told:
+                yield f"notebooks/{figure.experiment}.ipynb is of other runs (`make figures`): it lacks “{caption}”"
+    page = (RESULTS / "STUDIES.md").read_text()
+    for name in choices("study"):
+        told = shown(code_cells(FOLDER / f"study_{name}.ipynb"))
+        for caption in (study.caption() for study in stored(name)):
+            if caption not in page or caption not in told:
+                yield f"study {name}: notebook or STUDIES.md (`make figures report`) lacks “{caption}”"
+
+
 def pages() -> Iterator[str]:
-    written = (ROOT / "README.md").read_text()
-    yield from differences("README.md", written, readme.filled(written), "make report")
     yield from differences("results/PAPER.md", (RESULTS / "PAPER.md").read_text(), paper(), "make report")
     yield from differences("results/STUDIES.md", (RESULTS / "STUDIES.md").read_text(), collection(), "make report")
 

@@ -208,8 +208,9 @@ def evidence(experiment: str) -> list[Group]:
     return [group for group in map(Group, _folders(experiment)) if group.manifests and not group.trial]
 
 
-def sweeps(experiment: str, setting: str, metric: str = "train_loss") -> list[Sweep]:
-    """Groups that agree in all but `setting` and log `metric`: all but trials, or the sweep of CDGRAB_GROUP."""
+def sweeps(experiment: str, setting: str, metric: str | None = None) -> list[Sweep]:
+    """Groups that agree in all but `setting`, and log `metric` if one is named: all but trials, or the sweep of
+    CDGRAB_GROUP."""
     only = _only(experiment)
     wanted = without(only.name, setting) if only else None
     sources: dict[str, list[Group]] = {}
@@ -283,11 +284,11 @@ def _folders(experiment: str) -> list[Path]:
     return sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
 
 
-def _finished(experiment: str, folders: list[Path], metric: str = "train_loss", trials: bool = False) -> list[Group]:
+def _finished(experiment: str, folders: list[Path], metric: str | None = None, trials: bool = False) -> list[Group]:
     found = [group for group in map(Group, folders) if group.manifests and (trials or not group.trial)]
-    found = [group for group in found if metric in group.metrics]
+    found = [group for group in found if metric is None or metric in group.metrics]
     if not found:
-        what = "" if metric == "train_loss" else f" with {metric}"
+        what = f" with {metric}" if metric else ""
         raise _nothing(f"{experiment}{what} under {RESULTS / 'runs'}")
     return found
 

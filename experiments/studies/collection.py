@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -41,15 +42,17 @@ _verdicts: dict[tuple[Path, int], list[Verdict]] = {}  # by folder and time of i
 def finished(name: str, trial: bool = False) -> list[Study]:
     """The finished results of a study, or of its trials; only those in CDGRAB_STUDY when set. The most informative
     first."""
+    found = [study for study in stored(name, trial) if study.complete()]
+    return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
+
+
+def stored(name: str, trial: bool = False) -> Iterator[Study]:
+    """The same, with those to which parts have been added since they were finished."""
     only = os.environ.get("CDGRAB_STUDY")
-    found = []
     for folder in [Path(only)] if only else sorted((home(trial) / "studies" / name).glob("*/")):
         manifest = read_manifest(folder)
         if manifest.get("status") == "finished" and manifest["study"] == name:
-            settings = OmegaConf.create(manifest["settings"])
-            study = Study(settings, manifest["size"], folder, manifest.get("data", {}))
-            found += [study] if study.complete() else []
-    return sorted(found, key=lambda study: (SIZES.index(study.size), study.embedded, study.directory.name))
+            yield Study(OmegaConf.create(manifest["settings"]), manifest["size"], folder, manifest.get("data", {}))
 
 
 def best(name: str) -> Study:
