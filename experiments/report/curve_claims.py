@@ -24,11 +24,12 @@ from experiments.report.names import (
 from experiments.report.published import published
 from experiments.report.runs import Group, evidence, without
 from experiments.report.statistics import estimate
-from experiments.report.tables import ends, epochs_to, papers_ends
+from experiments.report.tables import BEST_EPOCH, ends, epochs_to, papers_ends
 from experiments.report.text import signed
 
 Runs = dict[str, list[Group]]  # by experiment
 Column = str | float | None
+LEARNT = 1.0  # points above the commoner class
 
 
 def finished() -> Runs:
@@ -39,7 +40,11 @@ def finished() -> Runs:
 def groups_of(runs: Runs, figure: Figure, column: Column = None) -> list[Group]:
     """Of one column of a figure, or of all."""
     columns = figure.columns if column is None else (column,)
-    found = [group for group in runs[figure.source] if columns == (None,) or group.column in columns]
+    found = [
+        group
+        for group in runs[figure.source]
+        if (columns == (None,) or group.column in columns) and group.setting("task.encoder") != "random_gpt2"
+    ]
     return sorted(found, key=lambda group: 0 if columns == (None,) else columns.index(group.column))
 
 
@@ -161,6 +166,13 @@ def _better(figure: Figure, group: Group, metric: str, pair: Pair) -> Claim:
     higher, (first, *others), where = higher_is_better(metric), ends(metric), _evidence(figure, group)
     slack = figure.slack.get(group.column, 0.0)
     beside = [f"{when} {estimate(measures.difference(group, pair, metric, when))}" for when in others]
+    unless = ""
+    if first == BEST_EPOCH:
+        levels, guess = [group.best(sorter, metric).mean() for sorter in pair], measures.majority(group) or 0.0
+        beside.append(
+            f"{levels[0]:.2f} and {levels[1]:.2f} %" + f", the commoner class has {guess:.2f} %" * bool(guess)
+        )
+        unless = "" if max(levels) > guess + LEARNT else "nothing was learnt but the commoner class"
     return Claim(
         f"{title(figure, group)}, {metric_label(metric)}",
         _said(figure, metric, group.column, pair, group.label) + (f"; at most {slack:g} worse" if slack else ""),
@@ -171,6 +183,7 @@ def _better(figure: Figure, group: Group, metric: str, pair: Pair) -> Claim:
         below=not higher,
         limit=(-slack if higher else slack) or 0.0,
         beside="; ".join(beside),
+        unless=unless,
     )
 
 

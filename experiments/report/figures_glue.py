@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from experiments.report import names, plots
+from experiments.report import measures, names, plots
 from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import BASELINE, GLUE, LOSS, OURS
 from experiments.report.published import published
@@ -36,12 +36,6 @@ class Row:
         """CD-GraB − D-RR, by seed; empty if one of the two is missing."""
         return (self.best(OURS) - self.best(BASELINE)).dropna()
 
-    def majority(self) -> float | None:
-        """The accuracy of always saying the largest class; None if the runs do not say."""
-        rows = self.group.manifests[0]["data"]["rows"]
-        parts = 1 + ("val_accuracy_mm" in self.group.metrics)  # two of about equal size
-        return 100.0 * rows["largest_class"] * parts / rows["validation"] if "largest_class" in rows else None
-
     def papers(self) -> dict[str, tuple[float, float]]:
         """The paper's mean and std by sorter; empty if its table lacks the dataset."""
         numbers = published(EXPERIMENT, self.metric, column=self.group.column)
@@ -60,7 +54,7 @@ def summary(sweep: Sweep) -> str:
     """Table 1 in Markdown: ours, the difference paired by seed, and the paper's numbers."""
     lines = []
     for row in rows(sweep):
-        difference, papers, majority = row.difference(), row.papers(), row.majority()
+        difference, papers, majority = row.difference(), row.papers(), measures.majority(row.group)
         lines.append(
             {"dataset": row.name}
             | {name: mean_std(row.best(sorter), 2) for name, sorter in PAIR.items()}

@@ -65,6 +65,7 @@ class Claim:
     limit: float = 0.0
     shown: Callable[[float], float] = float  # exp for what is a logarithm
     beside: str = ""  # other numbers
+    unless: str = ""  # why these runs cannot decide, whatever they say
 
     @property
     def p(self) -> float:
@@ -101,8 +102,8 @@ def _of(seeds: int, wanted: int) -> str:
 
 
 def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:
-    if value.seeds < FEWEST_SEEDS:
-        return UNDECIDED, plural(value.seeds, "seed")
+    if claim.unless or value.seeds < FEWEST_SEEDS:
+        return UNDECIDED, claim.unless or plural(value.seeds, "seed")
     if adjusted <= ERROR:
         return (REPRODUCED if (value.mean < claim.limit) == claim.below else CONTRADICTED), ""
     if claim.p <= ERROR:

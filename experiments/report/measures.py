@@ -68,6 +68,13 @@ def slope(points: dict[float, float]) -> float:
     return float(np.polyfit(list(points), list(points.values()), 1)[0])
 
 
+def majority(group: Group) -> float | None:
+    """The accuracy of always saying the largest class, in per cent; None if the runs do not say."""
+    rows = group.manifests[0]["data"]["rows"]
+    parts = 1 + ("val_accuracy_mm" in group.metrics)  # two of about equal size
+    return 100.0 * rows["largest_class"] * parts / rows["validation"] if "largest_class" in rows else None
+
+
 def by_seed(group: Group, sorter: str, metric: str = LOSS) -> DataFrame:
     """One column per seed, one row per epoch."""
     rows = group.metrics[group.metrics["sorter"] == sorter]
