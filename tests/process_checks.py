@@ -1,5 +1,8 @@
 """Run by the fixture `spawned`: what several processes find, left in a folder for the tests to compare."""
 
+import json
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -7,7 +10,9 @@ import dropin_checks
 import exchange_checks
 import process_runs
 import sparsify_checks
+import torch.distributed as dist
 from forked import forked, load_kernels
+from sockets import listening
 
 from cdgrab.runtime import group as workers
 from experiments.training.config import compose
@@ -26,8 +31,12 @@ def main(folder):
 def check(folder, runs):
     """The processes stay connected throughout: to connect anew they would meet at addresses that others have left."""
     usual = workers.WHOLE  # the checks change it
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[-1][1]  # of the outside, where there is one
     for run in runs:
         carry_out(run)
+    found = [None] * workers.launched_world_size()
+    dist.all_gather_object(found, sorted(listening(os.getpid())))
+    (folder / "listening").write_text(json.dumps(sum(found, [])))
     exchange_checks.main(folder / "exchange")
     sparsify_checks.main(folder / "sparsify")
     dropin_checks.main(folder / "dropin")

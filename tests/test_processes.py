@@ -1,7 +1,11 @@
 """The same config gives the same permutations and metrics for every process count, and across a change of it."""
 
+import json
+from pathlib import Path
+
 import pytest
-from process_runs import COMPARED, EPOCHS, wanted
+from process_runs import COMPARED, EPOCHS, PROCESSES, wanted
+from sockets import is_loopback
 
 from experiments import train
 from experiments.store.records import read_metrics
@@ -57,7 +61,22 @@ def test_every_rank_has_its_log(runs):
     assert {path.name for path in (runs / "kh-4" / "logs").iterdir()} == {f"rank{r}.log" for r in range(4)}
 
 
-def test_a_failing_rank_ends_the_whole_run(capfd):
-    crash = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
+def test_nothing_listens_beyond_this_host(runs):
+    for processes in PROCESSES:
+        addresses = json.loads((runs / str(processes) / "listening").read_text())
+        assert len(addresses) >= processes and all(map(is_loopback, addresses))
+
+
+def test_a_failing_rank_ends_the_whole_run_and_its_launcher_listens_on_this_host_only(capfd):
+    crash = f"""if True:
+        import os, sys, time
+        sys.path.append({str(Path(__file__).parent)!r})
+        from sockets import listening
+        if os.environ["RANK"] == "0":
+            time.sleep(60)
+        print(*listening(os.getppid()), flush=True)
+        sys.exit(7)"""
     assert torchrun(["-c", crash], 2) == 7
-    assert "Traceback" not in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err
+    assert printed.out and all(map(is_loopback, printed.out.split()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ GONE = "the process that keeps the store no longer answers"
 def meet(rank: int, world_size: int, timeout: float | None) -> None:
     """Connect the default process group with gloo; a collective that takes longer than `timeout` seconds fails."""
     limit = timedelta(seconds=timeout) if timeout else None
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        _stay_on_this_host()
     try:
         if _has_agent():
             store = dist.PrefixStore(_agree(agents_store(PATIENCE), rank, world_size), agents_store(PATIENCE))
@@ -34,6 +37,13 @@ def meet(rank: int, world_size: int, timeout: float | None) -> None:
             dist.init_process_group("gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise MissingError(f"the {world_size} processes cannot connect ({first_line(error)})") from error
+
+
+def _stay_on_this_host() -> None:
+    """gloo otherwise listens at the address of the host's name, or on the card that several hosts would use."""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
 
 
 def agents_store(patience: float) -> dist.TCPStore:
