@@ -10,6 +10,7 @@ from conftest import normal, uniform
 
 from cdgrab.balance import kernels
 from cdgrab.balance import rules as balance
+from cdgrab.errors import CdgrabError
 from experiments.store.files import ROOT
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -214,3 +215,25 @@ def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
     assert kernels.optional("cpu").can_keep_code()
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written
     assert not kernels.optional("cpu").can_keep_code()
+
+
+WRONG = [
+    ("balance", [(4, 2, 5), (2, 4), (4, 2)]),  # a running sum that is too short
+    ("balance", [(4, 2, 5), (3, 5), (4, 2)]),
+    ("balance", [(4, 2, 5), (1, 5), (3, 2)]),  # too few limits
+    ("balance_centred", [(4, 2, 5), (2, 5), (2, 5), (2, 2), (4, 2)]),
+    ("balance_kh", [(4, 2, 5), (2, 5), (1,), (4,), (4, 2)]),
+    ("balance_kh", [(4, 2, 5), (2, 5), (2,), (3,), (4, 2)]),
+]
+
+
+@pytest.mark.parametrize("name, sizes", WRONG)
+def test_compiled_loops_refuse_sizes_that_would_lead_them_outside(name, sizes):
+    with pytest.raises(CdgrabError, match="must have shape"):
+        getattr(kernels.optional("cpu"), name)(*(torch.zeros(size, dtype=torch.float64) for size in sizes))
+
+
+def test_divided_loops_refuse_them_too():
+    rows, running, limits = (torch.zeros(size, dtype=torch.float64) for size in ((4, 2, 5), (1, 4), (4, 2)))
+    with pytest.raises(CdgrabError, match="must have shape"):
+        kernels.balance_divided(rows, running, limits, lambda products: products)

@@ -217,6 +217,40 @@ def test_a_state_of_another_sorter_is_refused_naming_what_differs(change):
         make("cd_grab", **change).load_state_dict(make("cd_grab").state_dict())
 
 
+def tampered(sorter, part, name, change):
+    """The state of a sorter with one value changed, and the sorter."""
+    sorter.order(0)
+    sorter.observe(range(3), torch.randn(sorter.workers, 3, sorter.dim))
+    state = sorter.state_dict()
+    (state[part] if part else state)[name] = change((state[part] if part else state)[name])
+    return state
+
+
+@pytest.mark.parametrize(
+    "name, part, value, change",
+    [
+        ("d_rr", "per_worker", "current", torch.zeros_like),
+        ("d_rr", "per_worker", "current", lambda order: order.int()),
+        ("d_rr", "", "position", lambda position: 10**9),
+        ("d_rr", "", "epoch", float),
+        ("cd_grab", "common", "running", lambda running: running[:, :2]),
+        ("cd_grab", "common", "running", lambda running: running.long()),
+        ("cd_grab", "per_worker", "_signs", torch.zeros_like),
+        ("cd_grab", "per_worker", "_unpaired", lambda gradient: gradient[:, :0]),
+        ("cd_grab", "", "position", lambda position: position + 1),
+        ("id_grab_bal", "per_worker", "fresh_sum", lambda total: total[:, :2]),
+        ("id_grab_bal", "per_worker", "stale_mean", lambda mean: mean / 0),
+        ("kh", "per_worker", "q", lambda q: q - 1e9),
+    ],
+)
+def test_a_tampered_state_is_refused_and_changes_nothing(name, part, value, change):
+    state, sorter = tampered(make(name), part, value, change), make(name)
+    before = repr(sorter.state_dict())
+    with refused("damaged", value if value != "position" else "must be"):
+        sorter.load_state_dict(state)
+    assert repr(sorter.state_dict()) == before
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

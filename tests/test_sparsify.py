@@ -278,6 +278,35 @@ def test_bytes_follow_the_formula():
     assert alone.stats.bytes == 0
 
 
+def tampered(name, value, change):
+    """Load a state with one value changed."""
+    found = make_sparsifier(name, workers=2, dim=9, density=0.3)
+    found.reduce(torch.randn(2, 9))
+    state = found.state_dict()
+    part = next(part for part in (state, state["per_worker"], state["common"]) if value in part)
+    part[value] = change(part[value])
+    make_sparsifier(name, workers=2, dim=9, density=0.3).load_state_dict(state)
+
+
+TAMPERED = [
+    ("topk", "_residual", lambda residual: residual[:, :3]),
+    ("topk", "_residual", lambda residual: residual * torch.nan),
+    ("topk", "iteration", lambda iteration: -1),
+    ("exdyna", "_runs", lambda runs: [runs[0] + 1, *runs[1:]]),
+    ("exdyna", "_loads", lambda loads: loads[:2]),
+    ("exdyna", "_value", lambda value: float("nan")),
+    ("exdyna", "_counted_at", lambda when: 10**9),
+    ("sidco", "_stages", lambda stages: stages * 10**9),
+    ("sidco", "_direction", torch.zeros_like),
+]
+
+
+@pytest.mark.parametrize("name, value, change", TAMPERED)
+def test_a_tampered_state_is_refused(name, value, change):
+    with pytest.raises(cdgrab.CdgrabError, match=f"damaged: {value} must be"):
+        tampered(name, value, change)
+
+
 REFUSED = [
     ("unknown sparsifier 'best'", lambda: make_sparsifier("best", workers=2, dim=3)),
     ("has no option blocks; it takes error_feedback", lambda: make_sparsifier("topk", workers=2, dim=3, blocks=4)),

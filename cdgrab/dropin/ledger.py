@@ -168,6 +168,8 @@ class BatchIterator(Iterator[list[int]]):
     def load_state_dict(self, state: dict) -> None:
         """The sampler's own state, loaded before, must be of the same moment. (A state waiting for `attach` is assumed
         to match.)"""
+        if not isinstance(state, dict) or not all(type(state.get(name)) is int for name in ("epoch", "batches")):
+            raise CdgrabError("this is not the state of a loader with such a sampler")
         there, ledger = (state["epoch"], state["batches"]), self._ledger
         here = (ledger.sorter.epoch, ledger.batches_done()) if ledger.sorter else there
         if there != here:

@@ -84,13 +84,13 @@ def refuse_wrappers(sampler: object) -> None:
 
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
     """Whether a state fits. One that does not is refused, unless `repartition` asks for a new start."""
-    details = differences({key: there.get(key) for key in here}, here)
+    details = differences(there, here)
     if details and not repartition:
         raise CdgrabError(f"this state belongs to another sampler: {details}; repartition=True starts orders anew")
     return not details
 
 
 def refuse_other_sparsifier(state: dict | None, sparsifier: object) -> None:
-    if bool(state) != bool(sparsifier):
-        there, here = ("with", "without") if state else ("without", "with")
+    if (state is None) != (sparsifier is None):
+        there, here = ("with", "without") if state is not None else ("without", "with")
         raise CdgrabError(f"this state belongs to a sampler attached {there} a sparsifier, and this one is {here}")

@@ -15,6 +15,7 @@ from cdgrab.dropin import refusals, units
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.fields import is_plain
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
@@ -236,7 +237,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         A state with another number of processes, batch size or dataset is refused, unless `repartition` is given: then
         the dataset is divided anew and orders start at random.
         """
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, dict) else None
+        if type(version) is not int or version != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
         if "read_ahead" in state:  # a loader's note: our own state was loaded before, and the iterator compares the two
             if self.sorter is None or self.sorter.epoch < 0 or self._began >= 0:
@@ -246,17 +248,24 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 )
             self.ledger.resuming = True  # even if nothing is left of the epoch
             return
-        if not refusals.same_layout(state["layout"], self._layout(), repartition):
+        layout = state.get("layout")
+        right = state.keys() == {"version", "layout", "sorter", "sparsifier"}
+        if not right or not (isinstance(layout, dict) and is_plain(layout)):
+            raise CdgrabError("this is not the whole state of an OrderedBatchSampler")
+        if not refusals.same_layout(layout, self._layout(), repartition):
             return
+        if self._model:
+            refusals.refuse_other_sparsifier(state["sparsifier"], self.ledger.sparsifier)
+        parts = {"sorter": self.sorter, "sparsifier": self.ledger.sparsifier}
+        parts = {name: part for name, part in parts.items() if part}
+        for name, part in parts.items():  # all are checked before any changes
+            part.check_state_dict(state[name])
         if self._model is None:
             self._waiting = state  # for `attach`
             if self.sorter is None:
                 return
-        else:
-            refusals.refuse_other_sparsifier(state["sparsifier"], self.ledger.sparsifier)
-        self.sorter.load_state_dict(state["sorter"])
-        if self.ledger.sparsifier:
-            self.ledger.sparsifier.load_state_dict(state["sparsifier"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
         self.ledger.hand_out_from_here()
         self._began = -1

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from cdgrab.checks import count, differences
+from cdgrab.checks import MOST, count, differences
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.fields import PLAIN, Field, is_dense, is_plain, is_similar, refuse_others
 from cdgrab.runtime.group import WorkerGroup
 
 STATE_VERSION = 2
-PLAIN = (bool, int, float, str, type(None))
 Values = dict[str, object]
 
 
@@ -22,7 +24,7 @@ class WorkerState:
     Attributes set before `_remember_settings` and those named in `options` are settings, not state. A subclass with
     further attributes that are not state lists its state in `saved`. A state belongs to one identity: the class, its
     `decisive` settings, and the options kept under their own names. Options kept under other names only decide how the
-    work is done.
+    work is done. What the values must look like is said by `fields`; a state with others is refused.
     """
 
     kind: str  # its name in messages
@@ -56,19 +58,48 @@ class WorkerState:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue where `state_dict` was taken. Also takes the state of all workers, and keeps this process's part."""
-        if not isinstance(state, dict) or not {"identity", "per_worker", "common", *self.progress} <= state.keys():
-            raise CdgrabError(f"this is not the state of a {self.kind}")
-        mine, theirs = self._identity(), dict(state["identity"])
-        if mine != theirs:
-            raise CdgrabError(f"this state belongs to another {self.kind}: {differences(theirs, mine)}")
-        hosted, rows = self.group.local_workers, {len(value) for value in state["per_worker"].values()}
-        names = (set(state["per_worker"]), set(state["common"]))
-        if names != self._value_names() or rows not in ({hosted}, {self.workers}):
-            raise CdgrabError("this state is incomplete: it lacks values or workers")
+        self.check_state_dict(state)
         for name in self.progress:
             setattr(self, name, state[name])
+        hosted = self.group.local_workers
         mine = {n: v if len(v) == hosted else v[self.group.local] for n, v in state["per_worker"].items()}
         self._load_values(copied(mine), copied(state["common"]))
+
+    def check_state_dict(self, state: dict) -> None:
+        """Refuse what `load_state_dict` cannot continue from; changes nothing."""
+        parts = {"identity", "per_worker", "common"}
+        right = isinstance(state, dict) and state.keys() == {*parts, *self.progress}
+        if not right or not all(isinstance(state[part], dict) for part in parts) or not is_plain(state["identity"]):
+            raise CdgrabError(f"this is not the state of a {self.kind}")
+        mine, theirs, what = self._identity(), state["identity"], f"this state of a {self.kind}"
+        if mine != theirs:
+            raise CdgrabError(f"this state belongs to another {self.kind}: {differences(theirs, mine)}")
+        per_worker, common = state["per_worker"], state["common"]
+        rows = {len(value) if is_dense(value) and value.dim() else 0 for value in per_worker.values()}
+        names = (set(per_worker), set(common))
+        if names != self._value_names() or rows not in ({self.group.local_workers}, {self.workers}):
+            raise CdgrabError("this state is incomplete: it lacks values or workers")
+        progress = {name: state[name] for name in self.progress}
+        refuse_others(what, progress, {name: Field((int,), least=-1, most=MOST) for name in progress})
+        fields = self.fields(**progress)
+        for name in names[0] & fields.keys():
+            fields[name] = replace(fields[name], sizes=(*rows, *fields[name].sizes))
+        refuse_others(what, {**per_worker, **common, **progress}, fields)
+        self._refuse_unlike({**per_worker, **common}, fields)
+
+    def fields(self, **progress: int) -> dict[str, Field]:
+        """What values must look like in a state of this progress, by name; sizes of what belongs to workers are those
+        of one worker. What is left out must be similar to what is there when the state is loaded."""
+        return {}
+
+    def _refuse_unlike(self, values: Values, fields: dict[str, Field]) -> None:
+        """Refuse values without a field that cannot be another moment's values of what is kept here."""
+        for name in values.keys() - fields.keys():
+            value, known = values[name], getattr(self, name)
+            if self._belongs_to_workers(name, known):
+                value, known = value[0], known[0]
+            if not _can_be_saved(value) or not is_similar(value, known):
+                raise CdgrabError(f"this state of a {self.kind} is damaged: {name} is not what it was")
 
     def _identity(self) -> dict:
         names = (name for name in (*self.decisive, *self.options) if hasattr(self, name))
@@ -137,7 +168,7 @@ def collected(state: dict, group: WorkerGroup) -> dict | None:
 def copied(value: object) -> object:
     """A copy of tensors and of containers of tensors, independent of the original."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return value.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 from cdgrab import streams
 from cdgrab.balance import kernels
 from cdgrab.balance.rules import kh_penalties
+from cdgrab.runtime.fields import FLOAT64, Field
 from cdgrab.runtime.group import WorkerGroup
 
 BLOCK_BYTES = 2**20  # of rows; smaller blocks spend more time on calls than on arithmetic
@@ -75,6 +76,10 @@ class Balancer:
         """The state."""
         return {name: getattr(self, name) for name in self.tensors}
 
+    def fields(self) -> dict[str, Field]:
+        """What the state must look like; see `WorkerState.fields`."""
+        return {name: Field(FLOAT64, (1, self.dim) if self.common else (self.dim,)) for name in self.tensors}
+
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
         for name, value in values.items():
             setattr(self, name, value)
@@ -122,6 +127,9 @@ class HalvingBalancer(Balancer):
     def draw(self, epoch: int) -> None:
         super().draw(epoch)
         self._penalties = kh_penalties(self.decisions, epoch + 1, self._epochs, self._delta)
+
+    def fields(self) -> dict[str, Field]:
+        return super().fields() | {"q": Field(FLOAT64, (), least=0.0)}
 
     def decide(self, first: int, rows: Tensor) -> Tensor:
         draws = self.prepare(first, rows)[:, self.group.local]

@@ -13,6 +13,7 @@ from cdgrab.balance.rules import reorder, reorder_pairs
 from cdgrab.balance.sketch import make_sketch
 from cdgrab.checks import count, number, one_of
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.fields import FLOAT64, INT8, Field
 from cdgrab.sorters.balancers import Balancer, CentredBalancer, HalvingBalancer
 from cdgrab.sorters.base import Sorter
 from cdgrab.sorters.server import BACKGROUND, LOST, OrderServer, in_background
@@ -140,6 +141,13 @@ class BalancingSorter(Sorter):
             self._server.drain()  # a block that is still being decided adds to the sums that are replaced here
         super().load_state_dict(state)
 
+    def fields(self, *, epoch: int, position: int) -> dict[str, Field]:
+        known, decisions = position // self.units_per_row, self._balancer.decisions
+        unpaired = self.units_per_row == 2 and position % 2 and position < self.units
+        signs = Field(INT8, (decisions,), -1, 1, lambda signs: _signed(signs, known), f"a sign for the first {known}")
+        own = {"_signs": signs, "_unpaired": Field(FLOAT64, (int(unpaired), self.row_dim))}
+        return super().fields(epoch=epoch, position=position) | own | self._balancer.fields()
+
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         own, balancers = {name: getattr(self, name) for name in OWN}, self._balancer.values()
         return (own, balancers) if self._balancer.common else (own | balancers, {})
@@ -154,6 +162,11 @@ class BalancingSorter(Sorter):
         self._balancer.load(values, self.epoch)
         if self._server:
             self._server.forget()
+
+
+def _signed(signs: Tensor, known: int) -> bool:
+    """Whether the first `known` have signs, and only those."""
+    return bool(signs[:, :known].all() and not signs[:, known:].any())
 
 
 class MeanBalance(BalancingSorter):

@@ -13,6 +13,7 @@ from torch import Tensor
 from cdgrab import streams
 from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed
 from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.fields import INT64, Field
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
 
@@ -135,6 +136,11 @@ class Sorter(WorkerState):
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
+    def fields(self, *, epoch: int, position: int) -> dict[str, Field]:
+        units = self.units if epoch >= 0 else 0
+        every = Field(INT64, (units,), 0, max(0, units - 1), _are_permutations, "every unit once")
+        return {"position": Field((int,), least=0, most=units), "current": every}
+
     def _check(self, positions: Tensor, gradients: Tensor, unseen: bool) -> None:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
@@ -156,6 +162,11 @@ def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
         return torch.as_tensor(list(value) if isinstance(value, range) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CdgrabError(f"{name} must be a tensor or become one, got {type(value).__name__}") from error
+
+
+def _are_permutations(rows: Tensor) -> bool:
+    every = torch.arange(rows.shape[1], device=rows.device)
+    return torch.equal(rows.sort(1).values, every.expand_as(rows))
 
 
 def _brief(positions: Tensor) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.fields import FLOAT64, Field, is_dense
 from cdgrab.sparsify.base import Sparsifier
 
 LOGGED = ("density", "imbalance", "threshold", "bytes")
@@ -46,7 +48,9 @@ class SparseAverager:
 
     def load_running_sums(self, rows: Tensor) -> None:
         """With another number of processes than before, each continues from the mean of the rows."""
-        group = self.sparsifier.group
+        group, found = self.sparsifier.group, len(rows) if is_dense(rows) and rows.dim() else 0
+        if not found or not Field(FLOAT64, (found, 2 + len(LOGGED)), least=-1.0).fits(rows):
+            raise CdgrabError("these are not the running sums of a sparsifier")
         steps, thresholds, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
         self._steps, self._thresholds, self._sums = round(steps), thresholds, dict(zip(LOGGED, sums, strict=True))
 

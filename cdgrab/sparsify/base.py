@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdgrab.checks import all_finite, count, number, one_of, shape
+from cdgrab.checks import MOST, all_finite, count, number, one_of, shape
 from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.fields import Field
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager, tree_sum
 from cdgrab.runtime.state import WorkerState
@@ -159,6 +160,11 @@ class Sparsifier(WorkerState):
             self._residual = torch.zeros(self.local_workers, self.dim, dtype=dtype, device=gradients.device)
         self._residual = self._residual.to(gradients.device, dtype).add_(gradients)
         return self._residual
+
+    def fields(self, *, iteration: int) -> dict[str, Field]:
+        kept = self.dim if iteration and self.error_feedback else 0
+        residual = Field((torch.float32, torch.float64), (kept,))
+        return {"iteration": Field((int,), least=0, most=MOST), "_residual": residual}
 
     def _checked(self, gradients: Tensor) -> Tensor:
         if not isinstance(gradients, Tensor) or not gradients.is_floating_point():

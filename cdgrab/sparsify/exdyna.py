@@ -8,12 +8,14 @@ according to their loads. Partitions rotate: in iteration t worker w has partiti
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from cdgrab.checks import count, one_of
+from cdgrab.runtime.fields import Field
 from cdgrab.sparsify import threshold as thresholds
 from cdgrab.sparsify.base import Sparsifier
 from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
@@ -72,6 +74,18 @@ class ExDyna(Sparsifier):
         self._value = thresholds.first_guess(self.target)
         self._counted_at = -1  # never
         self._off = False  # whether the density is so far off that the threshold must be counted again
+
+    def fields(self, *, iteration: int) -> dict[str, Field]:
+        blocks, shared = self.blocks, self.rule == "balanced" and iteration
+        runs = Field((int,), (self.workers,), 0, blocks, lambda r: sum(r) == blocks, f"{blocks} together")
+        return super().fields(iteration=iteration) | {
+            "_value": Field((float,), least=sys.float_info.min),
+            "_runs": runs,
+            "_loads": Field((float,), (blocks if shared else 0,), least=0.0),
+            "_aim": Field((float,), least=1.0, most=MOST_AIM),
+            "_counted_at": Field((int,), least=-1, most=iteration - 1),
+            "_off": Field((bool,)),
+        }
 
     def partitions(self) -> list[int]:
         """The edges of the partitions in the next iteration, [workers + 1]."""

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from cdgrab.runtime.fields import FLOAT64, INT64, Field
 from cdgrab.sparsify.base import Sparsifier
 from cdgrab.sparsify.threshold import SMALLEST, reaching
 
@@ -68,6 +69,14 @@ class SIDCo(Sparsifier):
         self._direction = torch.where(stuck, -self._direction, self._direction)
         self._stages, self._last = moved, error.abs()
         self._ratios.zero_()
+
+    def fields(self, *, iteration: int) -> dict[str, Field]:
+        return super().fields(iteration=iteration) | {
+            "_stages": Field(INT64, (), 1, self.most_stages),
+            "_direction": Field(INT64, (), -1, 1, torch.all, "none of them 0"),
+            "_ratios": Field(FLOAT64, (), least=0.0),
+            "_last": Field(FLOAT64, (), 0.0, math.inf),
+        }
 
     def _threshold(self) -> float:
         """The mean over this process's workers."""

@@ -20,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdgrab.errors import DivergedError, NotFiniteError, Stopped
+from cdgrab.runtime.fields import Field, refuse_others
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
 from cdgrab.runtime.state import copied
 from experiments import early
 from experiments.tasks.base import DTYPES, Task, joined
 from experiments.training import snapshot
-from experiments.training.clock import Clock
+from experiments.training.clock import PHASES, Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.gradients import gradient_function, summed, together
@@ -147,7 +148,9 @@ class Trainer:
         self.replay.load_state_dicts([state["replay"] for state in states])
         self.epochs_done, self.position = epochs_done, position
         if position:
-            self.clock = Clock(states[0]["seconds"])
+            seconds = states[0]["seconds"]
+            refuse_others("the clock in the checkpoint", seconds, dict.fromkeys(PHASES, Field((float,), least=0.0)))
+            self.clock = Clock({phase: seconds[phase] for phase in PHASES})
 
     def save(self) -> None:
         """Save a checkpoint of every run that has not ended. Called by all ranks; rank 0 writes."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cdgrab import streams
 from cdgrab.errors import DivergedError
+from cdgrab.runtime.fields import Field
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import collected
 from cdgrab.sorters import make_sorter
@@ -73,7 +74,12 @@ class Member:
     def load_state_dict(self, state: dict) -> None:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
-        first = state["first_parameters"]
+        first, epochs_done, position = state["first_parameters"], state["epochs_done"], state["position"]
+        here, last = (self.sorter.epoch, self.sorter.position), (epochs_done - 1, self.units if epochs_done else 0)
+        moment = here == (epochs_done, position) or (not position and here == last)
+        vector = Field((torch.float32, torch.float64), (self.flat.dim,))
+        if (self.sorter.needs_gradients and not moment) or not (first is None or vector.fits(first)):
+            raise TypeError("not the state of such a run")
         self.first_parameters = None if first is None else first.to(self.device)
         if state["position"] and self.sparse_mean:
             self.sparse_mean.load_running_sums(state["sparsified"])

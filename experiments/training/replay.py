@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cdgrab.runtime.state import copied
 from experiments.training.clock import Clock
+from experiments.training.snapshot import alike
 from experiments.training.steps import PartialSums, Steps, stacked, unstacked
 
 
@@ -69,4 +70,6 @@ class Replay:
         optimiser = self._loop.optimiser.join([state["optimiser"] for state in states])
         start = [stacked([state["parameters"] for state in states]), *optimiser]
         total = stacked([state["total"] for state in states])
+        if not alike([*start, total], [self._loop.parameters, *self._loop.optimiser.state, self._sums.total]):
+            raise TypeError("not the state of such a run")
         self._begin([tensor.to(device) for tensor in start], total.to(device))

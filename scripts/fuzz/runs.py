@@ -24,6 +24,7 @@ from experiments.training import session, signals
 from experiments.training.config import compose
 from scripts.fuzz.damage import contents, damage
 from scripts.fuzz.gradients import DTYPES, NUMBERS
+from scripts.fuzz.states import tampered
 
 MADE = "made by a checkpoint"
 
@@ -112,8 +113,10 @@ def _counterfeit(folder: Path, generator: random.Random) -> None:
     """Write another checkpoint with the right checksum."""
     content = checkpoint.load(folder)
     key = generator.choice(list(content))
-    way = generator.choice(("without", "other", "shape", "values", "program", "version"))
-    if way == "without":
+    way = generator.choice(("without", "other", "shape", "values", "program", "version", "inside", "inside", "inside"))
+    if way == "inside":
+        content = tampered(content, generator)
+    elif way == "without":
         del content[key]
     elif way == "other":
         content[key] = generator.choice((None, "text", -1, 10**9, 0.5, [], {}, torch.zeros(0), torch.tensor(torch.nan)))

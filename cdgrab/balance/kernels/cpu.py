@@ -9,7 +9,9 @@ import torch
 from numba import config, njit, prange, set_num_threads
 from torch import Tensor
 
+from cdgrab.balance.kernels.bounds import check_sizes
 from cdgrab.balance.rules import ROUNDING, kh_threshold
+from cdgrab.checks import shape
 
 LONG = 512  # coordinates; for longer rows, four rows at a time are faster
 CHUNK = 2**13  # coordinates that one thread processes at a time
@@ -235,6 +237,7 @@ def _new_signs(rows: Tensor) -> Tensor:
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     """See `cdgrab.balance.rules.balance`."""
+    check_sizes(rows, limits, 1 if len(running) == 1 else rows.shape[1], running)
     signs = _new_signs(rows)
     if not rows.numel():
         return signs
@@ -254,6 +257,7 @@ def balance_centred(
     gradients: Tensor, running: Tensor, stale_mean: Tensor, fresh_sum: Tensor, limits: Tensor
 ) -> Tensor:
     """See `cdgrab.balance.rules.balance_centred`."""
+    check_sizes(gradients, limits, gradients.shape[1], running, stale_mean, fresh_sum)
     signs, sums = _new_signs(gradients), (running.numpy(), stale_mean.numpy(), fresh_sum.numpy())
     _balance_centred(gradients.contiguous().numpy(), *sums, limits.contiguous().numpy(), signs.numpy())
     return signs
@@ -261,6 +265,9 @@ def balance_centred(
 
 def balance_kh(rows: Tensor, running: Tensor, q: Tensor, penalties: Tensor, uniforms: Tensor) -> Tensor:
     """See `cdgrab.balance.rules.balance_kh`."""
+    check_sizes(rows, uniforms, rows.shape[1], running)
+    shape("penalties", penalties, {"positions": len(rows)})
+    shape("q", q, {"workers": rows.shape[1]})
     signs, rule = _new_signs(rows), (running.numpy(), q.numpy(), penalties.numpy())
     _balance_kh(rows.contiguous().numpy(), *rule, uniforms.contiguous().numpy(), signs.numpy())
     return signs

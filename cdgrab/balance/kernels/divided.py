@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdgrab.balance.kernels.bounds import check_sizes
 from cdgrab.balance.kernels.cpu import add_four, decide, fast
 
 ROWS_AT_ONCE = 64  # more rows would cost more in products than they save in exchanges
@@ -68,6 +69,7 @@ def _decide_and_add(rows, r, limits, products, signs):
 
 def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """See `kernels.balance_divided`."""
+    check_sizes(rows, limits, 1, running)
     signs = torch.empty(rows.shape[:2], dtype=torch.int8)
     every, its_limits, its_signs = (tensor.contiguous().flatten(0, 1) for tensor in (rows, limits, signs))
     for first in range(0, len(every), ROWS_AT_ONCE):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cdgrab.balance import rules as plain
 from cdgrab.balance.kernels import gram
+from cdgrab.balance.kernels.bounds import check_sizes
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ _compiled: dict[tuple, object] = {}  # kernels by kind of arguments; the interpr
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
     """See `cdgrab.balance.rules.balance`."""
     positions, workers, _ = rows.shape
+    check_sizes(rows, limits, 1 if len(running) == 1 else workers, running)
     signs = torch.empty(positions, workers, dtype=torch.int8, device=rows.device)
     if not rows.numel():
         return signs.fill_(1)

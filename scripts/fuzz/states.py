@@ -1,0 +1,147 @@
+"""States of sorters, sparsifiers, samplers and DDP hooks, changed somewhere inside."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import cdgrab
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.state import copied
+from cdgrab.sparsify import Hook, sparsifier_of
+from scripts.fuzz.gradients import DTYPES, NUMBERS
+
+UNITS, DIM = 5, 9
+OTHERS = (None, "text", "two\nlines", -1, 0, 1, 10**9, 10**400, 0.5, float("nan"), True, [], [1], {}, {1: 2})
+OTHERS += (torch.zeros(0), torch.tensor(torch.nan), torch.ones(2, 3), torch.ones(2, 2).to_sparse())
+
+
+def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
+    """Whoever refuses one must be unchanged afterwards; whoever takes one must have exactly that state, and go on."""
+    kinds = [partial(_Sorted, name) for name in cdgrab.SORTERS]
+    kinds += [partial(_Sparsified, name, hook) for name in cdgrab.SPARSIFIERS for hook in (False, True)]
+    kinds += [partial(_Sampled, name) for name in ("d_rr", "cd_grab", "id_grab_bal", "kh")]
+
+    def attempt(make: Callable[[], object], steps: int, mine: int) -> None:
+        there, here = make(), make()
+        there.train(steps)
+        here.train(mine)
+        state, before = tampered(there.made.state_dict(), generator), _words(here.made.state_dict())
+        try:
+            here.made.load_state_dict(state)
+        except CdgrabError:
+            assert _words(here.made.state_dict()) == before, "a refused state changed something"
+            raise
+        assert _words(here.made.state_dict()) == _words(state), "it did not take the state that was given"
+        here.train(2 * UNITS)
+
+    while True:
+        yield partial(attempt, generator.choice(kinds), generator.randrange(1, 3 * UNITS), generator.randrange(1, 4))
+
+
+class _Sorted:
+    def __init__(self, name: str) -> None:
+        self.made = cdgrab.make_sorter(name, workers=2, units=UNITS, dim=DIM)
+
+    def train(self, units: int) -> None:
+        for _ in range(units):
+            if self.made.epoch < 0 or self.made.position == UNITS:
+                order = self.made.order(self.made.epoch + 1)
+                assert order.sort(1).values.tolist() == [list(range(UNITS))] * 2, "not an order"
+            self.made.observe([self.made.position], torch.randn(2, 1, DIM))
+
+
+class _Sparsified:
+    """By itself, or as the hook of a DDP model."""
+
+    def __init__(self, name: str, hook: bool) -> None:
+        self._workers = 1 if hook else 2
+        if hook:
+            parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(DIM - 4))]
+            self.made = Hook(parameters, sparsifier_of(parameters, name, WorkerGroup(1), density=0.3))
+            self._sparsifier = self.made.sparsifier
+        else:
+            self.made = self._sparsifier = cdgrab.make_sparsifier(name, workers=2, dim=DIM, density=0.3)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            assert self._sparsifier.reduce(torch.randn(self._workers, DIM)).isfinite().all(), "not finite"
+
+
+class _Sampled:
+    def __init__(self, name: str) -> None:
+        self._model, self._data = nn.Linear(2, 1), torch.randn(2 * UNITS, 2)
+        self.made = cdgrab.OrderedBatchSampler(self._data, batch_size=2, sorter=name)
+        self.made.attach(self._model)
+        self._batches = iter(())
+
+    def train(self, batches: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # epochs that end early
+            self._batches = iter(self.made)
+            for _ in range(batches):
+                if (batch := next(self._batches, None)) is None:
+                    self._batches = iter(self.made)
+                    batch = next(self._batches)
+                self._model(self._data[batch]).sum().backward()
+
+
+def tampered(state: dict, generator: random.Random) -> dict:
+    """A copy with one change, somewhere inside."""
+    state = copied(state)
+    place, key = state, generator.choice(list(state))
+    while isinstance(place[key], dict | list) and place[key] and generator.random() < 0.9:
+        place = place[key]
+        key = generator.choice(list(place)) if isinstance(place, dict) else generator.randrange(len(place))
+    if generator.random() < 0.1 or not isinstance(place[key], Tensor):
+        way = generator.choice(("gone", "more", "other", "other"))
+        if way == "gone":
+            del place[key]
+        elif way == "more" and isinstance(place, dict):
+            place[generator.choice(("more", "two\nlines", 3, None))] = 1
+        else:
+            place[key] = generator.choice(OTHERS)
+    else:
+        place[key] = _another(place[key], generator)
+    return state
+
+
+def _another(tensor: Tensor, generator: random.Random) -> Tensor:
+    way = generator.choice(("type", "cut", "longer", "number", "number", "full", "flat", "turned"))
+    if way == "type":
+        return tensor.to(generator.choice(DTYPES))
+    if way == "flat":
+        return tensor.flatten()
+    if way == "turned":
+        return tensor.mT if tensor.dim() > 1 else tensor.flip(0)
+    if way in ("cut", "longer") and tensor.dim():
+        axis = generator.randrange(tensor.dim())
+        size = tensor.shape[axis] + (1 if way == "longer" else -1)
+        sizes = [max(0, size) if n == axis else each for n, each in enumerate(tensor.shape)]
+        return tensor.new_zeros(sizes)
+    numbers = NUMBERS if tensor.is_floating_point() else (-(10**9), -2, -1, 0, 1, 2, 100, 10**9)
+    number = torch.tensor(generator.choice(numbers), dtype=torch.float64).to(tensor.dtype)
+    if way == "full":
+        return torch.full_like(tensor, number)
+    tensor = tensor.clone()
+    if tensor.numel():
+        tensor.view(-1)[generator.randrange(tensor.numel())] = number
+    return tensor
+
+
+def _words(value: object) -> str:
+    """Everything in a state, to the last digit."""
+    if isinstance(value, dict):
+        return str({repr(key): _words(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return str([_words(item) for item in value])
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.tolist()}"
+    return repr(float(value)) if isinstance(value, int) and value < 2**53 else repr(value)  # True equals 1.0
