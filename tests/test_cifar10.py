@@ -261,6 +261,13 @@ def test_download_takes_the_files_out_of_the_archive(files, tmp_path):
     with pytest.raises(CdgrabError, match="not a tar archive"):
         cifar10.download(target, origin=archive.as_uri())
     assert not paths[0].exists()
+    for kind in (tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE):
+        with tarfile.open(archive, "w:gz") as opened:
+            member = tarfile.TarInfo(f"{cifar10.FOLDER}/{paths[0].name}")
+            member.type, member.linkname = kind, "elsewhere"
+            opened.addfile(member)
+        with pytest.raises(CdgrabError, match="not an ordinary file"):
+            cifar10.download(target, origin=archive.as_uri())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import stat
 import threading
 import zipfile
 from pathlib import Path
@@ -88,6 +89,13 @@ def test_label_rule_row_by_row(files):
             f"text in the numeric column {hmda.FEATURES[0]}",
         ),
         ("features", lambda path: _set(path, hmda.FEATURES[0], "inf"), "non-finite"),
+        (
+            "features",
+            lambda path: path.write_text(path.read_text() + ",".join("1" * 20) + "\n"),
+            "20 cells in line 402",
+        ),
+        ("protected", lambda path: path.write_text(path.read_text().replace(",5\n", ",5,5\n")), "5 cells in line 2"),
+        ("target", lambda path: path.write_text(path.read_text() + "1\n"), "1 cells in line 402, its header has 2"),
     ],
 )
 def test_damaged_files_are_named_in_one_sentence(files, part, damage, message):
@@ -238,6 +246,56 @@ def test_failed_downloads_leave_nothing_behind(server, tmp_path, address, option
     with pytest.raises(CdgrabError, match=message):
         install(folder, ["file.csv"], Path.is_file, lambda path: fetch(server + address, path, **options), "it")
     assert not folder.exists()
+
+
+def zip_of(path, info="file.csv", method=zipfile.ZIP_DEFLATED, **fields):
+    """A zip archive with one member; bytes: places in its local and in its central header, and what is put there."""
+    entry = zipfile.ZipInfo(info)
+    entry.compress_type = method
+    entry.external_attr = fields.get("mode", 0) << 16
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(entry, b"text of a file, of a file, of a file\n" * 20)
+    content = bytearray(path.read_bytes())
+    central = content.rindex(b"PK\1\2")
+    for in_local, in_central, value in fields.get("bytes", ()):
+        content[in_local], content[central + in_central] = value, value
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bytes": [(6, 8, 1)]}, "encrypted"),
+        ({"bytes": [(8, 10, 99)]}, "not a zip archive"),
+        ({"mode": stat.S_IFLNK | 0o777}, "not an ordinary file"),
+        ({"mode": stat.S_IFIFO | 0o666}, "not an ordinary file"),
+        ({"mode": stat.S_IFDIR | 0o755}, "not an ordinary file"),
+    ],
+)
+def test_unsuitable_members_of_archives_are_refused_in_one_sentence(tmp_path, fields, message):
+    zip_of(tmp_path / "a.zip", **fields)
+    with pytest.raises(CdgrabError, match=message) as caught:
+        fetch((tmp_path / "a.zip").as_uri(), tmp_path / "file.csv", member="file.csv")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_archives_are_refused_in_one_sentence_and_the_next_origin_is_tried(tmp_path):
+    """Every third byte of a small archive once: what it gives then is the right file or a sentence."""
+    (tmp_path / "YY").mkdir()
+    archive, right = tmp_path / "YY" / "2017-YY-target.zip", b"text of a file, of a file, of a file\n" * 20
+    zip_of(archive, "2017-YY-target.csv")
+    whole, sentences = archive.read_bytes(), 0
+    for place in range(0, len(whole), 3):
+        archive.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        try:
+            fetch(archive.as_uri(), tmp_path / "file.csv", member="2017-YY-target.csv")
+            assert (tmp_path / "file.csv").read_bytes() == right
+        except CdgrabError as error:
+            assert "\n" not in str(error)
+            sentences += 1
+    assert sentences > 20
+    with pytest.raises(CdgrabError, match="YY.*; .*ZZ"):
+        hmda.download(tmp_path / "data", origin=tmp_path.as_uri(), states=("YY", "ZZ"))
 
 
 def test_download_checks_what_it_got(server, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import tarfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cdgrab.errors import CdgrabError
-from experiments.data.download import fetch, install, reason
+from experiments.data.download import fetch, install, reason, sound_archive
 from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root
 
 CLASSES, SIDE = 10, 32
@@ -83,13 +82,13 @@ def download(root: Path, origin: str = ORIGIN) -> list[Path]:
 
     def unpack(folder: Path) -> None:
         fetch(origin, folder / "archive")
-        try:
-            with tarfile.open(folder / "archive") as opened:
-                for name in PUBLISHED:  # read by name, so that nothing can be written elsewhere
-                    with opened.extractfile(f"{FOLDER}/{name}") as source, open(folder / name, "wb") as target:
-                        shutil.copyfileobj(source, target)
-        except (tarfile.TarError, KeyError, EOFError, zlib.error) as error:
-            raise CdgrabError(f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}") from error
+        words = f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}"
+        with sound_archive(words), tarfile.open(folder / "archive") as opened:
+            for name in PUBLISHED:  # read by name, so that nothing can be written elsewhere
+                if not (member := opened.getmember(f"{FOLDER}/{name}")).isreg():
+                    raise CdgrabError(f"{member.name} in {origin} is not an ordinary file")
+                with opened.extractfile(member) as source, open(folder / name, "wb") as target:
+                    shutil.copyfileobj(source, target)
 
     return _install(root, unpack, origin)
 

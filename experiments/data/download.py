@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import shutil
+import stat
 import tempfile
 import urllib.error
 import urllib.parse
@@ -99,8 +101,23 @@ def _download(url: str, path: Path) -> None:
 
 def _extract(archive: Path, member: str, path: Path, url: str) -> None:
     """Reads one member by name, so that nothing can be written elsewhere."""
-    try:
-        with zipfile.ZipFile(archive) as opened, opened.open(member) as source, open(path, "wb") as target:
+    with sound_archive(f"{url} is not a zip archive that holds {member}"), zipfile.ZipFile(archive) as opened:
+        kind = stat.S_IFMT(opened.getinfo(member).external_attr >> 16)
+        if kind not in (0, stat.S_IFREG):
+            raise CdgrabError(f"{member} in {url} is not an ordinary file")
+        with opened.open(member) as source, open(path, "wb") as target:
             shutil.copyfileobj(source, target)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise CdgrabError(f"{url} is not a zip archive that holds {member}") from error
+
+
+@contextlib.contextmanager
+def sound_archive(otherwise: str) -> Iterator[None]:
+    """A damaged archive can raise nearly anything while it is read: that becomes one sentence. Errors of the disk stay
+    what they are."""
+    try:
+        yield
+    except CdgrabError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: an offset before the start
+            raise
+        raise CdgrabError(f"{otherwise} ({reason(error)})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,8 +113,12 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     import pandas as pd  # takes a second, and the embedded data needs none of it
 
     try:
+        if path.name not in PUBLISHED:
+            _refuse_ragged(path)  # pandas shifts or cuts rows with a cell too many, and fills up those with too few
         table = pd.read_csv(path, usecols=columns)
-    except (ValueError, OSError, UnicodeError) as error:
+    except CdgrabError:
+        raise
+    except (ValueError, OSError, UnicodeError, csv.Error) as error:
         raise CdgrabError(f"the data file {path} cannot be read ({first_line(error)}); {GET}") from error
     if table.empty:
         raise CdgrabError(f"the data file {path} has no rows; {GET}")
@@ -121,6 +126,17 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         if not pd.api.types.is_numeric_dtype(table[name]):
             raise CdgrabError(f"the data file {path} has text in the numeric column {name}; {GET}")
     return table[columns]
+
+
+def _refuse_ragged(path: Path) -> None:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = csv.reader(file)
+        width = len(next(rows, []))
+        for row in rows:
+            if row and len(row) != width:
+                raise CdgrabError(
+                    f"the data file {path} has {len(row)} cells in line {rows.line_num}, its header has {width}; {GET}"
+                )
 
 
 def _refuse_missing(features: pd.DataFrame, path: Path) -> None:

@@ -73,10 +73,17 @@ def _ask(address: str) -> None:
 def rows(dataset: Dataset, what: str) -> Iterator[dict]:
     """Rows one by one, with a progress bar; many are read at once, which is much faster."""
     with progress(total=len(dataset), unit="row", desc=f"writing {what}") as bar:
-        for some in dataset.iter(ROWS_AT_ONCE):
+        for some in _batches_of(dataset, what):
             for values in zip(*some.values(), strict=True):
                 yield dict(zip(some, values, strict=True))
             bar.update(len(values))
+
+
+def _batches_of(dataset: Dataset, what: str) -> Iterator[dict]:
+    try:
+        yield from dataset.iter(ROWS_AT_ONCE)
+    except Exception as error:  # of the libraries that read the files
+        raise CdgrabError(f"the rows of {what} cannot be read ({reason(error)})") from error
 
 
 # -- WikiText ---------------------------------------------------------------------------------------------------------
@@ -111,7 +118,12 @@ def _write_text(repository: str, config: str, path: Path) -> None:
     split = path.stem.replace("valid", "validation")
     dataset = open_split(repository, config, split, ("text",))
     with open(path, "w", encoding="utf-8", newline="") as file:
-        file.writelines(row["text"] or BLANK for row in rows(dataset, path.name))
+        try:
+            file.writelines(row["text"] or BLANK for row in rows(dataset, path.name))
+        except (TypeError, UnicodeError) as error:
+            raise CdgrabError(
+                f"the texts of {repository} ({config}, {split}) are no texts ({reason(error)})"
+            ) from error
 
 
 # -- GPT-2's tokens ---------------------------------------------------------------------------------------------------
