@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from sockets import listening
 from cdgrab.runtime import group as workers
 from experiments.training.config import compose
 from experiments.training.session import carry_out
+from experiments.training.signals import Agreement
 from scripts.bench import traffic
 
 
@@ -34,9 +36,11 @@ def check(folder, runs):
     os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[-1][1]  # of the outside, where there is one
     for run in runs:
         carry_out(run)
-    found = [None] * workers.launched_world_size()
-    dist.all_gather_object(found, sorted(listening(os.getpid())))
-    (folder / "listening").write_text(json.dumps(sum(found, [])))
+    rank, processes = workers.launched_rank(), workers.launched_world_size()
+    told = Agreement(lambda: signal.SIGTERM * (rank == 1), workers.connect(processes)).after_step()
+    found = [None] * processes
+    dist.all_gather_object(found, (sorted(listening(os.getpid())), told))
+    (folder / "processes").write_text(json.dumps(found))
     exchange_checks.main(folder / "exchange")
     sparsify_checks.main(folder / "sparsify")
     dropin_checks.main(folder / "dropin")

@@ -1,6 +1,7 @@
 """The same config gives the same permutations and metrics for every process count, and across a change of it."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,14 @@ def test_every_rank_has_its_log(runs):
 
 def test_nothing_listens_beyond_this_host(runs):
     for processes in PROCESSES:
-        addresses = json.loads((runs / str(processes) / "listening").read_text())
-        assert len(addresses) >= processes and all(map(is_loopback, addresses))
+        for addresses, _ in json.loads((runs / str(processes) / "processes").read_text()):
+            assert addresses and all(map(is_loopback, addresses))
+
+
+def test_all_processes_stop_at_the_step_after_which_one_of_them_is_told_to(runs):
+    for processes in PROCESSES:
+        found = json.loads((runs / str(processes) / "processes").read_text())
+        assert [told for _, told in found] == [signal.SIGTERM] * processes
 
 
 def test_a_failing_rank_ends_the_whole_run_and_its_launcher_listens_on_this_host_only(capfd):

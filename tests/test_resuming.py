@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import count, cycle
+from itertools import count, cycle, pairwise
 from pathlib import Path
 
 import pytest
@@ -72,32 +72,42 @@ def fit(made, log, stop=lambda: 0):
     made.fit(stop=stop)
 
 
+STOPS = [(False, 2), (True, 4), (False, 9)]  # at which question; at the end of an epoch all but one are in evaluations
+
+
+def asked(made, at_end, times):
+    """Stops when it is asked for so many times, counted at the ends of epochs or before them."""
+    calls = count(1)
+    return lambda: signal.SIGTERM * ((made.position == made.units) == at_end and next(calls) == times)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path):
-    """After every few blocks, in the middle of epochs, and with blocks of other lengths after each stop: pairs of units
-    are torn apart too."""
+def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path, monkeypatch):
+    """In the middle of blocks, in evaluations, and with blocks of other lengths after each stop: pairs of units are
+    torn apart too."""
+    monkeypatch.setattr(signals, "PATIENCE", 0)  # ask after every step
     settings = CASES[case]
     whole, pieces = Log(), Log()
     fit(trainer(settings, tmp_path / "whole"), whole)
-    stops, inside = 0, 0
-    for every in cycle(("3", "5", "null", "4")):
-        calls = count(1)
+    places = []
+    for every, (at_end, asks) in zip(cycle(("3", "5", "null", "4")), cycle(STOPS), strict=False):
         going_on = trainer([*settings, f"checkpoint.every_steps={every}"], tmp_path / "pieces")
         try:
-            fit(going_on, pieces, lambda calls=calls: signal.SIGTERM * (next(calls) == 2))
+            fit(going_on, pieces, asked(going_on, at_end, asks))
             break
         except Stopped as stop:
             assert stop.number == signal.SIGTERM and "stopped after" in str(stop)
-            stops, inside = stops + 1, inside + (0 < going_on.position < going_on.units)
-    assert pieces.lines == whole.lines and stops >= 1 and inside >= 1
+            places.append(going_on.position)
+    assert pieces.lines == whole.lines and any(0 < place < going_on.units for place in places)
+    assert max(places) == going_on.units or case in ("herding", "a replay")
 
 
 def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
-    settings, calls, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3"], count(1), Log()
+    settings, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3"], Log()
     stopped, other = trainer(settings, tmp_path / "one"), trainer(settings, tmp_path / "other")
     fit(trainer(settings, tmp_path / "whole"), whole)
     with pytest.raises(Stopped):
-        fit(stopped, Log(), lambda: signal.SIGTERM * (next(calls) == 7))
+        fit(stopped, Log(), lambda: signal.SIGTERM * (stopped.epochs_done == 1 and stopped.position > 0))
     (state,), rest = stopped.state_dicts(), Log()
     before = other.loop.parameters.clone()
     for wrong in ({"position": -1}, {"epochs_done": 4}, {"parameters": torch.zeros(3)}, {"optimiser": []}):
@@ -108,6 +118,20 @@ def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
     assert other.epochs_done == 1 and 0 < other.position < other.units
     fit(other, rest)
     assert rest.lines == whole.lines[1:]
+
+
+@pytest.mark.parametrize("pace", [1e-4, 0.07, 0.4, 30.0])
+def test_a_signal_is_heard_soon_and_asked_for_rarely(pace, monkeypatch):
+    """However long steps take, and if they become slower."""
+    clock, asks = [0.0], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    agreement = signals.Agreement(lambda: asks.append(clock[0]) or 0, WorkerGroup(1))
+    for step in range(200_000 if pace < 1e-3 else 200):
+        clock[0] += pace * (1 + step % 2)
+        agreement.after_step()
+    gaps = [after - before for before, after in pairwise(asks)]
+    assert gaps and max(gaps) <= max(2 * signals.PATIENCE, 2 * pace) + 1e-9
+    assert len(asks) <= max(clock[0] / signals.PATIENCE * 2, 200)
 
 
 def test_checkpoints_on_the_way_change_nothing(tmp_path):
@@ -179,14 +203,13 @@ def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, 
 def halted(folder):
     """The same run, stopped in its third epoch; returns the contents of its files."""
 
-    calls = count(1)
     run = compose([*SHORT, f"run_dir={folder}"])
     folder.mkdir()
     made = alone(run, make_task(run.config, run.source, torch.device("cpu")), WorkerGroup(4), torch.device("cpu"))
     run_log = RunLog(run, active=True)
     run_log.begin(run, made.task.rows, made.members[0].sizes, 1, torch.device("cpu"))
     with pytest.raises(Stopped):
-        fit(made, run_log, lambda: signal.SIGTERM * (next(calls) == 12))
+        fit(made, run_log, lambda: signal.SIGTERM * (made.epochs_done == 2 and made.position > 0))
     run_log.finish("stopped")
     return {path: path.read_bytes() for path in folder.iterdir()}
 

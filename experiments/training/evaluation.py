@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,11 +15,17 @@ from experiments.training.gradients import GradientFunction
 
 
 def evaluate(
-    task: Task, parameters: dict[str, Tensor], owned: Tensor, group: WorkerGroup, at_once: bool = False
+    task: Task,
+    parameters: dict[str, Tensor],
+    owned: Tensor,
+    group: WorkerGroup,
+    at_once: bool = False,
+    between: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """The task's metrics: train loss over the units owned [local workers, units], test metrics over the test split.
 
     Worker by worker, summed in worker order; `at_once`: all workers of one process, faster and equal up to rounding.
+    between: called before each of them.
     """
     tested = torch.arange(task.test_units, device=owned.device)
     if at_once:
@@ -28,7 +34,10 @@ def evaluate(
         units = {"train": list(owned), "test": list(tested.tensor_split(group.workers)[group.local])}
 
     def totals(split: str) -> dict[str, float]:
-        parts = [task.totals(split, parameters, some) for some in units[split]]
+        parts = []
+        for some in units[split]:
+            between()
+            parts.append(task.totals(split, parameters, some))
         names = sorted(parts[0])
         local = torch.stack([torch.stack([part[name].double().to(owned.device) for name in names]) for part in parts])
         return dict(zip(names, group.gather(local).sum(0).tolist(), strict=True))

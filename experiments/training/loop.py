@@ -43,6 +43,7 @@ from experiments.training.parts import (
     warm_up_sorters,
 )
 from experiments.training.replay import Replay
+from experiments.training.signals import Agreement
 from experiments.training.steps import CapturedSteps, SparseMeans, Steps, stacked, unstacked
 
 
@@ -76,7 +77,7 @@ class Trainer:
         self.blocks = blocks(self.units, self.microbatch, self.block_steps, self.config.checkpoint.every_steps)
         self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
         self.epochs_done, self.position, self.clock = 0, 0, Clock()  # position: units visited in the current epoch
-        self._stop: Callable[[], int] = lambda: 0
+        self._agreement = Agreement(lambda: 0, WorkerGroup(1))  # nobody is asked before `fit`
         self._saves = True
         self._warm_up()
 
@@ -166,11 +167,11 @@ class Trainer:
         """Train the remaining epochs; write metrics and a checkpoint after each, and checkpoints in between.
 
         title: of the progress bar; empty: none. save: whether checkpoints are written.
-        stop: returns the number of a signal, or 0; asked in every block of steps. If any rank has received a signal,
-        all of them save and raise `Stopped` at the end of the block. A run that cannot continue ends alone; its error
-        is raised when no other run is left.
+        stop: returns the number of a signal, or 0; asked about twice a second. If any rank has received a signal, all
+        of them save and raise `Stopped` after the same step, or between workers in an evaluation. A run that cannot
+        continue ends alone; its error is raised when no other run is left.
         """
-        self._stop, self._saves = stop, save
+        self._agreement, self._saves = Agreement(stop, self.group), save
         steps_done = self.epochs_done * self.steps + self.position // self.microbatch
         bar = progress_bar(title, self.config.epochs * self.steps, steps_done)
         with bar, torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
@@ -189,7 +190,10 @@ class Trainer:
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
-        replayed, found = self._replayed(), evaluated(self.going())
+        # a herding bound is not begun anew after every stop: it might never end
+        judged = self.replay.is_due or any(member.herding_is_due(self.epochs_done) for member in self.members)
+        replayed = self._replayed()
+        found = evaluated(self.going(), lambda: judged or self._stop_if(self._agreement.now()))
         lines = {member: self._checked(member, its) | replayed.get(member, {}) for member, its in found}
         clock.lap("evaluation")
         self.epochs_done, self.position = self.epochs_done + 1, 0
@@ -228,20 +232,25 @@ class Trainer:
         for first, end, microbatch in self.blocks:
             if (start := max(first, self.position)) >= end:  # a run that is resumed may have been stopped with others
                 continue
-            signal = self._train_block(visits[..., start:end], start, microbatch, clock, bar)
-            self.position, steps = end, -(-end // self.microbatch)
-            if signal or (every and steps % every == 0 and end < self.units):
+            self._stop_if(self._train_block(visits[..., start:end], start, microbatch, clock, bar))
+            if every and -(-end // self.microbatch) % every == 0 and end < self.units:
                 self.save()
                 clock.lap("evaluation")
-            if signal:
-                where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
-                raise Stopped(signal, f"{early.NAMES[signal]} {where}")
+
+    def _stop_if(self, signal: int) -> None:
+        if signal:
+            self.save()
+            steps = -(-self.position // self.microbatch)
+            where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
+            raise Stopped(signal, f"{early.NAMES[signal]} {where}")
 
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
-        Returns the number of the signal that some rank has received, or 0."""
-        seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0)
-        stop_requests = losses.new_full((*losses.shape[:-1], 1), float(self._stop()))  # sent along with the losses
+        Moves `position` on. Returns the number of the signal that some rank has received, or 0."""
+        stop = self._agreement.after_step
+        seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0, stop=stop)
+        self.position = start + losses.shape[-1] * microbatch
+        stop_requests = losses.new_full((*losses.shape[:-1], 1), float(self._agreement.own()))  # sent with the losses
         everybodys = self.group.gather(torch.cat([losses, stop_requests], dim=-1))
         mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together
         clock.append(("communication", perf_counter()))

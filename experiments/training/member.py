@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -124,9 +124,9 @@ class Member:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, parameters: Tensor, at_once: bool) -> dict[str, float]:
+    def evaluate(self, parameters: Tensor, at_once: bool, between: Callable[[], object]) -> dict[str, float]:
         """Full train loss over all workers' units, and test metrics."""
-        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group, at_once)
+        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group, at_once, between)
 
     def herding_is_due(self, epochs_done: int) -> bool:
         every = self.config.task.herding_every
@@ -155,15 +155,18 @@ class Member:
         self.log.record({"epoch": epoch, **metrics, **rest} | ({"replicas": replicas} if replicas > 1 else {}))
 
 
-def evaluated(members: Sequence[tuple[Member, Tensor]]) -> list[tuple[Member, dict[str, float]]]:
-    """Members and their metrics, from members and their parameters; on a GPU all at once if they share their data."""
+def evaluated(
+    members: Sequence[tuple[Member, Tensor]], between: Callable[[], object] = lambda: None
+) -> list[tuple[Member, dict[str, float]]]:
+    """Members and their metrics, from members and their parameters; on a GPU all at once if they share their data.
+    between: called before what takes long, and may raise."""
     (first, *others), vectors = zip(*members, strict=True)
     on_gpu = first.device.type == "cuda"
     together = others and on_gpu and first.task.evaluated_together
     if not together or any(member.task.data is not first.task.data for member in others):
         # alone on a CPU, sums must not depend on the number of processes
         at_once = first.group.world_size == 1 and (on_gpu or bool(others))
-        return [(member, member.evaluate(parameters, at_once)) for member, parameters in members]
+        return [(member, member.evaluate(parameters, at_once, between)) for member, parameters in members]
     owned = torch.stack([member.owned for member, _ in members])
     found = evaluate_together(first.task, first.flat.unflatten(torch.stack(vectors)), owned)
     return list(zip((first, *others), found, strict=True))

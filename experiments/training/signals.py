@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: it finishes the current block of steps, saves everything, and then ends.
+"""Signals that ask a run to end: it finishes the current step, saves everything, and then ends.
 
 Ctrl-C (SIGINT) ends with status 130. A scheduler's SIGTERM ends with status 75, "temporary failure": start me again.
 """
@@ -9,11 +9,15 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
+
+from cdgrab.runtime.group import WorkerGroup
 from experiments.early import STATUS
 
 SAME = 2.0  # seconds within which a terminal and torchrun both pass on one Ctrl-C
+PATIENCE = 0.5  # seconds between two questions whether to stop; they cost a round between the processes
 
 
 class StopRequest:
@@ -30,6 +34,39 @@ class StopRequest:
             self.number, self._since = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # asked a second time: end at once
             raise KeyboardInterrupt
+
+
+class Agreement:
+    """To stop at the same step on all processes, if any of them has received a signal. All ask at the same times."""
+
+    def __init__(self, stop: Callable[[], int], group: WorkerGroup) -> None:
+        self._stop, self._group = stop, group
+        self.number = 0  # of the signal
+        self._steps, self._wanted, self._since = 0, 1, time.monotonic()
+
+    def own(self) -> int:
+        """The number of the signal that this process knows of, or 0."""
+        self.number = self.number or self._stop()
+        return self.number
+
+    def after_step(self) -> int:
+        """The number of the signal, or 0. Asked after every step, the processes talk after so many that it is time."""
+        self._steps += 1
+        if self._steps < self._wanted:
+            return 0
+        number, seconds = self._everybodys(time.monotonic() - self._since)
+        self._wanted = max(1, int(PATIENCE * self._steps / max(seconds, 1e-6)))
+        self._steps, self._since = 0, time.monotonic()
+        return number
+
+    def now(self) -> int:
+        return self._everybodys()[0]
+
+    def _everybodys(self, seconds: float = 0.0) -> tuple[int, float]:
+        mine = torch.tensor([[self.own(), seconds]], dtype=torch.float64)
+        number, longest = self._group.gather(mine).amax(0).tolist()
+        self.number = int(number)
+        return self.number, longest
 
 
 @contextlib.contextmanager

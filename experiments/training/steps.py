@@ -50,9 +50,16 @@ class Steps:
         self.parameters, self.optimiser.state = parameters, optimiser_state
         self.carry = self.first_carry if carry is None else carry
 
-    def run(self, visits: Tensor, clock: Clock, first: bool = False, observed: bool = True) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        visits: Tensor,
+        clock: Clock,
+        first: bool = False,
+        observed: bool = True,
+        stop: Callable[[], int] = lambda: 0,
+    ) -> tuple[Tensor, Tensor]:
         """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch;
-        `observed`: sorters see the gradients.
+        `observed`: sorters see the gradients; `stop`: asked after every step, whether it shall be the last.
 
         Returns the unit gradients [..., workers, steps × microbatch, dim], empty if no sorter needs them, and the
         losses [..., workers, steps].
@@ -83,7 +90,9 @@ class Steps:
             if unit_gradients.numel() and observed:
                 seen.append(unit_gradients)
             clock.append(("optimiser", perf_counter()))
-        return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses
+            if stop():
+                break
+        return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses[..., : step + 1]
 
 
 class CapturedSteps(Steps):
@@ -113,7 +122,15 @@ class CapturedSteps(Steps):
         carry = self.first_carry if carry is None else carry
         _overwrite(self._state(), [parameters, *carry, *optimiser_state])
 
-    def run(self, visits: Tensor, clock: Clock, first: bool = False, observed: bool = True) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        visits: Tensor,
+        clock: Clock,
+        first: bool = False,
+        observed: bool = True,
+        stop: Callable[[], int] = lambda: 0,
+    ) -> tuple[Tensor, Tensor]:
+        """`stop` is not asked: the GPU is still computing when the last step has been handed to it."""
         if first:
             _overwrite(self.carry, self.first_carry)
         microbatch = visits.shape[-1]
