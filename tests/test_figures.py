@@ -239,14 +239,14 @@ def test_seconds_of_runs_that_shared_a_gpu_are_not_shown(group):
 
 
 def test_figures_show_the_data_and_are_reproducible(group):
-    figure = figures.learning_curves(group, METRICS, "title", FIGURE)
+    figure = figures.learning_curves(group, METRICS[:1], "title", FIGURE)
     line = figure.axes[0].get_lines()[0]
     assert list(line.get_ydata()) == pytest.approx([4.1, 3.1, 2.1, 1.1]) and list(line.get_xdata()) == [1, 2, 3, 4]
-    assert any(group.caption() in text.get_text() for text in figure.texts)
-    zero, ours, *_ = figure.axes[4].get_lines()  # below the seconds: differences to D-RR's 3.0, 3.2, 3.4, seed by seed
+    assert any(group.caption() in " ".join(text.get_text().split()) for text in figure.texts)
+    zero, ours, *_ = figure.axes[2].get_lines()  # below the seconds: differences to D-RR's 3.0, 3.2, 3.4, seed by seed
     assert list(ours.get_ydata()) == pytest.approx([0.9, -0.1, -1.1, -2.1]) and list(zero.get_ydata()) == [0.0, 0.0]
     paths = plots.save(figure, "one")
-    again = plots.save(figures.learning_curves(group, METRICS, "title", FIGURE), "two")
+    again = plots.save(figures.learning_curves(group, METRICS[:1], "title", FIGURE), "two")
     assert [path.suffix for path in paths] == [".png", ".pdf"]
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
 
