@@ -5,6 +5,7 @@ import re
 import pytest
 
 from experiments.report import quoted, readme
+from experiments.report.runs import Group
 from experiments.store.files import ROOT
 from scripts import check_results
 
@@ -31,6 +32,16 @@ def test_every_number_in_a_table_of_the_readme_counts(page, name, monkeypatch):
 
 def test_what_is_written_agrees_with_the_results(page):
     assert list(check_results.quick(page)) == []
+
+
+def test_a_notebook_of_other_runs_is_found(monkeypatch):
+    monkeypatch.setattr(Group, "caption", lambda group: "5 seeds more")
+    monkeypatch.setattr(check_results, "choices", lambda group: ["herding"])
+    complaints = list(check_results.captions())
+    assert any(
+        some.startswith("notebooks/fig3a_lr_hmda.ipynb (`make figures`) is of other runs") for some in complaints
+    )
+    assert not any("fig4" in some or "herding" in some for some in complaints)  # sweeps have captions of their own
 
 
 def test_a_number_in_prose_that_no_table_has_is_found(page):
