@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -176,6 +177,16 @@ def in_pairs(background):
     return gathered(train(model, sampler_of(process_group=group, background=background).attach(model)))
 
 
+def saved_by_one():
+    """As one does to write a file once. The group is not used again."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    model = DistributedDataParallel(network(), process_group=group)
+    sampler = sampler_of(process_group=group).attach(model)
+    if dist.get_rank() == 0:
+        with mock.patch("cdgrab.dropin.sampler.PATIENCE", 0.1):
+            sampler.state_dict()
+
+
 class InPlace(torch.optim.SGD):
     def zero_grad(self):
         super().zero_grad(set_to_none=False)
@@ -195,6 +206,7 @@ def refusals():
         "sparse": lambda: sampler_of().attach(parallel(nn.Embedding(5, 3, sparse=True))),
         "seeds": lambda: sampler_of(seed=dist.get_rank()).attach(parallel()),
         "sizes": lambda: sampler_of(batch_size=3 + dist.get_rank() % 2).attach(parallel()),
+        "one rank": saved_by_one,
         "states": lambda: sampler_of().attach(parallel()).load_state_dict(started(CASES["exdyna"])[1].state_dict()),
     }.items():
         try:

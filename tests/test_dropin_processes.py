@@ -155,6 +155,7 @@ def test_refusals_name_the_way_out(found, processes):
     assert "sparse=False" in sentences["sparse"]
     assert "seed is 0 on process 0 and something else on others" in sentences["seeds"]
     assert "batch_size is 3 on process 0" in sentences["sizes"] and "of the whole dataset" in sentences["sizes"]
+    assert sentences["one rank"] == "rank 0 waited in vain: every rank must call sampler.state_dict()"
     assert "with a sparsifier, and this one is without" in sentences["states"]
     assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
 

@@ -24,6 +24,7 @@ from cdgrab.sorters.base import Sorter
 UNITS = ("batch", "example")
 SETTINGS = ("batch_size", "accumulation_steps", "unit", "drop_last", "seed")
 STATE_VERSION = 1
+PATIENCE = 300.0  # seconds until all ranks take the state: one of them may evaluate or write files first
 BUFFER_MB = 32.0  # more rows decided together means fewer exchanges of inner products
 
 
@@ -224,6 +225,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             return {"version": STATE_VERSION, "read_ahead": True}
         if ledger.passes:
             raise CdgrabError("gradients are being accumulated: take the state after a step of the optimiser")
+        self.group.expect_all("sampler.state_dict()", PATIENCE)
         return {
             "version": STATE_VERSION,
             "layout": self._layout(),

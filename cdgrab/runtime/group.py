@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdgrab.errors import CdgrabError, CollectiveError, first_line
+from cdgrab.errors import CdgrabError, CollectiveError, MissingError, first_line
 from cdgrab.runtime.rendezvous import meet
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -228,6 +228,17 @@ class WorkerGroup:
         if self.world_size > 1:
             with self.traffic.collective("barrier"):
                 dist.barrier()
+
+    def expect_all(self, what: str, seconds: float) -> None:
+        """Every process calls this. The first one waits for the others so many seconds, the others for the first one as
+        long as collectives may take. Only gloo can tell: with another backend nothing happens."""
+        if self.world_size == 1 or dist.get_backend(self.channel) != "gloo":
+            return
+        try:
+            with self.traffic.collective("monitored barrier"):
+                dist.monitored_barrier(self.channel, timedelta(seconds=seconds))
+        except CollectiveError as error:
+            raise MissingError(f"rank {self.rank} waited in vain: every rank must call {what}") from error
 
 
 def launched_rank() -> int:
