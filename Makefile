@@ -12,10 +12,21 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 IMPORTS = $(BIN)/lint-imports --no-logo
 DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
+# What is given on the command line becomes a quoted word of a shell command: nothing in it may end the quotes.
+GIVEN := SIZE SEEDS EPOCHS WORKERS NPROC JOBS REPLICAS DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
+QUOTE := '
+DOLLAR := $$
+define NEWLINE
+
+
+endef
+$(foreach name,$(GIVEN),$(foreach bad,QUOTE DOLLAR NEWLINE,$(if $(findstring $($(bad)),$(value $(name))),\
+  $(error $(name) must not hold quotes, dollar signs or line ends))))
+
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
-OPTIONS = $(if $(SEEDS),--seeds $(SEEDS)) $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WORKERS),--workers $(WORKERS)) \
-          $(if $(SIZE),--size $(SIZE)) $(if $(NPROC),--nproc $(NPROC)) $(if $(JOBS),--jobs $(JOBS)) \
-          $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(DATA),--data $(DATA))
+OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)') $(if $(WORKERS),--workers '$(WORKERS)') \
+          $(if $(SIZE),--size '$(SIZE)') $(if $(NPROC),--nproc '$(NPROC)') $(if $(JOBS),--jobs '$(JOBS)') \
+          $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(DATA),--data '$(DATA)')
 
 .PHONY: help setup test lint bench figures report check-results clean
 
@@ -61,15 +72,15 @@ data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checke
 	@$(BIN)/python -m scripts.get_data '$*'
 
 bench: $(READY) ## what coordinated ordering costs, with figures: results/trial, SIZE=full: results/; SIZE=smoke|quick|full, BENCH=balance …
-	@$(BIN)/python -m scripts.bench $(if $(BENCH),$(BENCH)) $(if $(SIZE),--size $(SIZE))
+	@$(BIN)/python -m scripts.bench $(if $(BENCH),'$(BENCH)') $(if $(SIZE),--size '$(SIZE)')
 	@$(if $(filter full,$(SIZE)),,CDGRAB_BENCH=$${CDGRAB_BENCH:-results/trial/bench} CDGRAB_FIGURES=results/trial/figures )\
 	$(BIN)/python -m scripts.notebook $(if $(filter full,$(SIZE)),--in-place) overhead fig8_memory
 
 soak: $(READY) ## kill and resume runs at random for ten minutes, against runs that never were; FOR=seconds, SEED=…
-	@$(BIN)/python -m scripts.soak $(if $(FOR),--seconds $(FOR)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m scripts.soak $(if $(FOR),--seconds '$(FOR)') $(if $(SEED),--seed '$(SEED)')
 
 fuzz: $(READY) ## ten thousand bad settings, files and gradients; INPUTS=…, SEED=…
-	@$(BIN)/python -m scripts.fuzz $(if $(INPUTS),--inputs $(INPUTS)) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m scripts.fuzz $(if $(INPUTS),--inputs '$(INPUTS)') $(if $(SEED),--seed '$(SEED)')
 
 figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place

@@ -60,7 +60,7 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """The entry of `table` with this name."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise CdgrabError(f"unknown {kind} {name!r}; the {kind}s are {', '.join(table)}")
     return table[name]
 

@@ -35,6 +35,7 @@ from experiments.training.launcher import launch, launch_all, prepare
 from experiments.training.session import exit_status
 
 SWEEP = {"-m", "--multirun"}
+CODE = re.compile(r"[+~]*hydra([./]callbacks\b|\b.*_target_)", re.DOTALL)  # overrides that name code to be run
 
 
 def main(arguments: list[str] | None = None, extension: str | None = None) -> int:
@@ -54,6 +55,8 @@ def _main(arguments: list[str]) -> int:
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     flags = set(arguments) - set(overrides)
     check_choices(overrides)
+    if code := next(filter(CODE.match, overrides), None):
+        raise CdgrabError(f"{code.partition('=')[0]} names code to be run; name files with your own in CDGRAB_EXTEND")
     if flags - SWEEP or any(re.match(r"[+~]*hydra\b", override) for override in overrides):
         wanted, jobs = through_hydra(arguments)
     else:

@@ -141,6 +141,14 @@ def trained_past_nan(rank, last):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def refusal_of_different_hooks(rank, **options):
+    """What a rank hears if the ranks' options differ."""
+    try:
+        ddp_hook(DistributedDataParallel(network()), **options)
+    except cdgrab.CdgrabError as error:
+        return str(error)
+
+
 def trained_alone(count, name, options):
     """The same with plain autograd, one worker after the other, and a sparsifier that hosts all of them."""
     model = network()
@@ -176,5 +184,9 @@ def main(target):
         assert (everybody == everybody[0]).all(), "the ranks' models differ"
         found["ddp", name] = parameters, dict(stats), buckets
     found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, processes - 1)]
+    found["different"] = [
+        refusal_of_different_hooks(group.rank, name="topk", density=0.1 + group.rank / 10),
+        refusal_of_different_hooks(group.rank, name="exdyna" if group.rank else "topk"),
+    ]
     if group.rank == 0:
         torch.save(found, target)

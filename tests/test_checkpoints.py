@@ -1,6 +1,7 @@
 """Checkpoints and metrics on a disk that fails, and files that are not what they seem."""
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, file_error
 from experiments.store import checkpoint
 from experiments.store.files import append_line, write_atomically
 from experiments.store.lock import locked
@@ -169,6 +170,28 @@ def test_metrics_are_read_up_to_the_first_line_that_is_none(tmp_path_factory, ga
     good = [{"epoch": epoch + 1} for epoch in range(lines)]
     path.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in good) + garbage)
     assert read_metrics(path)[:lines] == good
+
+
+def test_links_that_were_put_there_are_not_followed(tmp_path):
+    (precious := tmp_path / "precious").write_text("mine")
+    (folder := tmp_path / "run").mkdir()
+    for name in (".lock", ".manifest.json.tmp"):
+        (folder / name).symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.lock"), locked(folder):
+        pass
+    write_atomically(folder / "manifest.json", "{}")
+    assert (folder / "manifest.json").read_text() == "{}" and not (folder / "manifest.json").is_symlink()
+    assert precious.read_text() == "mine"
+
+
+def test_a_disk_that_is_full_at_the_start_names_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError) as caught, locked(tmp_path):
+        pass
+    assert file_error(caught.value) == f"{tmp_path / '.lock'} cannot be read or written (No space left on device)"
 
 
 def test_a_folder_has_one_owner_who_is_named(tmp_path):

@@ -1,6 +1,8 @@
 """Configurations: every choice composes and builds, folders tell runs apart, bad settings get one sentence."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sparsify import SPARSIFIERS
 from experiments import train
 from experiments.launch import main as sweep_main
+from experiments.store.files import ROOT
 from experiments.tasks import TASKS, make_task
 from experiments.training import composition
 from experiments.training.composition import choices, compose_config
@@ -173,6 +176,7 @@ BAD = [
     (["task.lr="], "task.lr must be a number"),
     (["=5"], "Config group override"),
     (["experiment=null"], "unknown experiment 'null'"),
+    (["name=null"], "name must be text, got None"),
     (["sorter.walk_width=wide"], "walk_width must be a number above 0, got 'wide'"),
     (["sorter.buffer_mb=abc"], "buffer_mb must be a number"),
     (["task=mlp_m4", "task.window_in=2.5"], "task.window_in must be a whole number of at least 1"),
@@ -297,3 +301,26 @@ def test_settings_are_put_in_as_hydra_does(overrides):
 
     assert composed(compose_config) == composed(composition._by_hydra)
     assert isinstance(composed(compose_config), str) == (overrides in WRONG[:4])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["+hydra.callbacks.a._target_=os.getcwd", "hydra/callbacks=a", "+hydra={callbacks:{a:{_target_:os.getcwd}}}"],
+)
+def test_overrides_that_name_code_are_refused(override, capsys):
+    assert sweep_main(["task=lr_hmda", "data=embedded", override, "-m"]) == 2
+    assert "names code to be run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["reproduce-a SEEDS=", "study-a SORTERS=", "soak FOR=", "fuzz SEED=", "data-"])
+def test_nothing_that_make_is_given_is_executed(target, tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("requirements.lock", "requirements-no-deps.lock", "pyproject.toml", ".venv/.ready"):
+        (tmp_path / name).touch()
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/echo")
+    *words, last = target.split(" ")
+    for value in ("x||touch F", "`touch F`", "x';touch F;'", "$(shell touch F)"):
+        done = subprocess.run(["make", *words, last + value], cwd=tmp_path, capture_output=True, text=True)
+        assert not (tmp_path / "F").exists(), value
+        assert "must not hold quotes" in done.stderr if done.returncode else value in done.stdout

@@ -89,6 +89,7 @@ def test_label_rule_row_by_row(files):
             f"text in the numeric column {hmda.FEATURES[0]}",
         ),
         ("features", lambda path: _set(path, hmda.FEATURES[0], "inf"), "non-finite"),
+        ("features", lambda path: _set(path, hmda.FEATURES[0], "1e300"), "huge or non-finite"),
         (
             "features",
             lambda path: path.write_text(path.read_text() + ",".join("1" * 20) + "\n"),

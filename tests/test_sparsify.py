@@ -323,6 +323,8 @@ REFUSED = [
     ("value must be", lambda: make_sparsifier("hard_threshold", workers=2, dim=3, value=-1.0)),
     ("layers must sum to dim = 3", lambda: make_sparsifier("deft", workers=2, dim=3, layers=[1, 1])),
     ("floating-point", lambda: make_sparsifier("topk", workers=2, dim=3).reduce(torch.ones(2, 3, dtype=torch.long))),
+    ("unknown sparsifier", lambda: make_sparsifier(["topk"], workers=2, dim=3)),
+    ("unknown sorter", lambda: cdgrab.make_sorter(["cd_grab"], workers=2, units=3, dim=3)),
     ("not the state", lambda: make_sparsifier("topk", workers=2, dim=3).load_state_dict({})),
     ("needs a DistributedDataParallel model", lambda: ddp_hook(torch.nn.Linear(2, 2), "topk")),
     (

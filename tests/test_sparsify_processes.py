@@ -57,3 +57,10 @@ def test_ddp_trains_as_a_sparsifier_that_hosts_all_workers(found, name, options,
 def test_ddp_goes_on_after_a_gradient_that_is_not_finite(found, processes):
     undisturbed, disturbed = found[processes]["past nan"]
     assert torch.equal(undisturbed, disturbed)
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_hooks_that_differ_between_ranks_are_refused(found, processes):
+    density, name = found[processes]["different"]
+    assert "density is 0.1 on process 0 and something else on others" in density
+    assert "name is 'topk' on process 0 and something else on others" in name

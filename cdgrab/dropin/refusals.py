@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from hashlib import sha256
 
-import torch
 from torch import nn
 
 from cdgrab.checks import differences
@@ -42,18 +40,6 @@ def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
             f"{theirs.world_size} for DDP: make the sampler after init_process_group, and with process_group=… if DDP "
             "has one"
         )
-
-
-def refuse_different_ranks(group: WorkerGroup, settings: dict) -> None:
-    """Samplers that divide another dataset, or divide it differently, would leave out examples or hang."""
-    numbers = [int.from_bytes(sha256(repr(value).encode()).digest()[:7], "big") for value in settings.values()]
-    everybodys = group.gather(torch.tensor([numbers]))
-    for (name, value), column in zip(settings.items(), everybodys.T, strict=True):
-        if len(column.unique()) > 1:
-            raise CdgrabError(
-                f"{name} is {value!r} on process {group.rank} and something else on others: every process needs the "
-                "same sampler, of the whole dataset"
-            )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:

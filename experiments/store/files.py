@@ -30,7 +30,8 @@ def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Ite
     """What is written in this context becomes the file when it ends. `put(new, path)` moves it there."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a process that was killed; or a link that must not be followed
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -42,7 +42,7 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
 def _try(path: Path) -> int | None:
     """The open, locked file; None when another process has it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no link that somebody else put there
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -53,8 +53,12 @@ def _try(path: Path) -> int | None:
         if _still_there(handle, path):
             break
         os.close(handle)  # its owner has removed it in the meantime
-    os.truncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    try:
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    except OSError as error:
+        os.close(handle)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # writing alone names no file
     return handle
 
 

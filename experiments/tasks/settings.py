@@ -51,6 +51,12 @@ def text(key: str, value: object) -> None:
         raise CdgrabError(f"{key} must be text, got {value!r}")
 
 
+def filled(key: str, value: object) -> None:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise CdgrabError(f"{key} must be text, got {value!r}")
+
+
 def complaints(config: DictConfig, checks: Mapping[str, Check]) -> dict[str, str]:
     """What is wrong, by key; keys may have dots."""
     found = {}

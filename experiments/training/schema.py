@@ -18,7 +18,7 @@ from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import make_sparsifier
 from experiments.tasks import task_class
 from experiments.tasks.base import DTYPES, PARTITIONS
-from experiments.tasks.settings import Check, complaints, flag, number, one_of, text, whole, whole_numbers
+from experiments.tasks.settings import Check, complaints, filled, flag, number, one_of, text, whole, whole_numbers
 from experiments.training.gradients import GRADIENTS
 from experiments.training.optimisers import OPTIMISERS, SCHEDULES
 
@@ -30,7 +30,7 @@ DATA_SETTINGS: dict[str, Check] = {
     "data": one_of("auto", "embedded"),
     "data_root": text,
     "run_dir": text,
-    "name": text,
+    "name": filled,
 }
 SETTINGS: dict[str, Check] = {
     "workers": whole(1),
