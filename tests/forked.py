@@ -20,13 +20,14 @@ from experiments import train
 
 def forked(processes, work, *arguments):
     """Call work(*arguments) in every process; if one fails, the others are ended and its traceback is raised."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
     gc.freeze()  # else collecting garbage in a process copies the memory that it shares with this one
     every = (processes, port, work, arguments)
     running = start_processes(_rank, every, processes, join=False, start_method="fork")
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)  # that of torchrun's agent
+    store = dist.TCPStore(  # that of torchrun's agent
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     while not running.join():
         pass
     del store
@@ -34,7 +35,7 @@ def forked(processes, work, *arguments):
 
 def _rank(rank, processes, port, work, arguments):
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in (ranks | agent | {"TORCHELASTIC_RUN_ID": port}).items()})
     work(*arguments)
 
