@@ -261,6 +261,21 @@ def test_keeps_the_type_of_the_gradients_and_their_buffer(dtype):
     assert residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["topk", "exdyna", "cltk"])
+def test_what_16_bits_cannot_hold_stays_in_the_residuals(name, dtype):
+    """Residuals pile up until they are beyond the range of float16, and averages have more digits than 16 bits hold."""
+    found, owed, largest = make_sparsifier(name, workers=2, dim=8, density=0.125), torch.zeros(8).double(), 0.0
+    for step in range(20):
+        gradients = (4e4 + 1e3 * torch.randn(2, 8, generator=torch.Generator().manual_seed(step))).to(dtype)
+        update = found.reduce(gradients)
+        owed += gradients.double().mean(0) - update.double()
+        largest = max(largest, float(update.abs().max()))
+    residual = found.state_dict()["per_worker"]["_residual"].double().mean(0)
+    torch.testing.assert_close(residual, owed, rtol=1e-6, atol=1.0)
+    assert largest == torch.finfo(dtype).max if dtype == torch.float16 else largest > 66_000
+
+
 def test_bytes_follow_the_formula():
     workers, dim, density = 8, 4000, 0.01
     found = make_sparsifier("exdyna", workers=workers, dim=dim, density=density, threshold="paper")

@@ -89,9 +89,12 @@ class Sparsifier(WorkerState):
         union = self._union(selected)
         sums = tree_sum(accumulated.index_select(1, union))
         average, _ = Averager(self.group, len(union)).average(sums)
-        update = accumulated.new_zeros(self.dim).index_copy_(0, union, average)
+        sent = _rounded(average, gradients.dtype)
+        update = gradients.new_zeros(self.dim).index_copy_(0, union, sent)
         if self.error_feedback:
             accumulated.index_fill_(1, union, 0)
+            if sent.dtype != average.dtype:  # what 16 bits cannot hold is sent later
+                accumulated.index_add_(1, union, (average - sent).expand(len(accumulated), -1))
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())
         finite_bytes = self.workers - 1  # for the check in `_checked`: one byte to every other worker
@@ -99,7 +102,7 @@ class Sparsifier(WorkerState):
         self.selected = selected
         self.learn(counts)
         self.iteration += 1
-        return update.to(gradients.dtype)
+        return update
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -178,3 +181,9 @@ class Sparsifier(WorkerState):
         if not finite:
             raise NotFiniteError(f"gradients must be finite; those of iteration {self.iteration} are not")
         return gradients
+
+
+def _rounded(average: Tensor, dtype: torch.dtype) -> Tensor:
+    """In this type; a number beyond its range becomes the largest, not infinity."""
+    most = torch.finfo(dtype).max
+    return average if average.dtype == dtype else average.clamp(-most, most).to(dtype)
