@@ -141,6 +141,35 @@ def trained_past_nan(rank, last):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+class Sometimes(nn.Module):
+    """Its last layer is used every third step by all ranks, every third by the first one, otherwise by none."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(1)
+        self.always, self.sometimes, self.rank = nn.Linear(6, 5).double(), nn.Linear(5, 5).double(), rank
+
+    def forward(self, inputs, step):
+        hidden = self.always(inputs)
+        return self.sometimes(hidden) if step % 3 == 0 or (step % 3 == 1 and self.rank == 0) else hidden
+
+
+def owed_to_unused(group, name, leave):
+    """Gradients less updates, and what is left in the residuals, summed over ranks; leave: keep zeros in .grad."""
+    model = DistributedDataParallel(Sometimes(group.rank), find_unused_parameters=True)
+    hook, parameters, owed = ddp_hook(model, name, density=0.1), list(model.parameters()), 0.0
+    for step in range(12):
+        inputs, labels = batch(step, 0, group.rank)
+        plain = nn.functional.cross_entropy(model.module(inputs, step), labels)
+        gradients = torch.autograd.grad(plain, parameters, allow_unused=True, materialize_grads=True)
+        model.zero_grad(set_to_none=not leave)
+        nn.functional.cross_entropy(model(inputs, step), labels).backward()
+        updates = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        owed += torch.cat([(g - u).flatten() for g, u in zip(gradients, updates, strict=True)])
+    residual = hook.state_dict()["per_worker"]["_residual"]
+    return group.gather(owed[None]).sum(0), group.gather(residual).sum(0)
+
+
 def refusal_of_different_hooks(rank, **options):
     """What a rank hears if the ranks' options differ."""
     try:
@@ -184,6 +213,7 @@ def main(target):
         assert (everybody == everybody[0]).all(), "the ranks' models differ"
         found["ddp", name] = parameters, dict(stats), buckets
     found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, processes - 1)]
+    found["unused"] = [owed_to_unused(group, *case) for case in (("exdyna", False), ("topk", True))]
     found["different"] = [
         refusal_of_different_hooks(group.rank, name="topk", density=0.1 + group.rank / 10),
         refusal_of_different_hooks(group.rank, name="exdyna" if group.rank else "topk"),

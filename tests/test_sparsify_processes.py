@@ -64,3 +64,10 @@ def test_hooks_that_differ_between_ranks_are_refused(found, processes):
     density, name = found[processes]["different"]
     assert "density is 0.1 on process 0 and something else on others" in density
     assert "name is 'topk' on process 0 and something else on others" in name
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_nothing_is_lost_that_is_owed_to_parameters_that_are_not_used(found, processes):
+    for owed, residual in found[processes]["unused"]:
+        assert residual.any()
+        torch.testing.assert_close(residual, owed, rtol=1e-10, atol=1e-12)

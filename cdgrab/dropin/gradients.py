@@ -48,10 +48,10 @@ class ObservedModel:
             inner = self.model.module if self._parallel else self.model
             self.gradients = ExampleGradients(inner, self.parameters, ledger)
             if compress or sparsifier:
-                self._hook = BucketHook(self.parameters, lambda gradient: average(gradient)[0])
+                self._hook = BucketHook(self.parameters, lambda gradient: average(gradient)[0], self.sparsifier)
         elif self._parallel:
             self.gradients = ParallelGradients(self.parameters, ledger, average)
-            self._hook = BucketHook(self.parameters, self.gradients.average)
+            self._hook = BucketHook(self.parameters, self.gradients.average, self.sparsifier)
         else:
             self.gradients = PlainGradients(self.parameters, ledger)
 

@@ -9,8 +9,10 @@ while the backward pass still runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +20,21 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.group import WorkerGroup
 
 
 class BucketHook:
-    """A communication hook. `average`: this process's gradient [dim] -> the mean over all processes [dim]."""
+    """A communication hook. `average`: this process's gradient [dim] -> the mean over all processes [dim].
 
-    def __init__(self, parameters: Sequence[nn.Parameter], average: Callable[[Tensor], Tensor]) -> None:
-        self._average = average
+    debtor: a sparsifier, if it is what averages. With find_unused_parameters DDP does not pass on the mean of
+    parameters that no process has used, so what it owes to them must wait.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], average: Callable[[Tensor], Tensor], debtor: Debtor | None = None
+    ) -> None:
+        self._average, self._debtor = average, debtor
+        self._used: set[int] | None = None  # ids of parameters that got a gradient since the last exchange; None: all
         self._places = places(parameters)
         self._dim = sum(parameter.numel() for parameter in parameters)
         self._dtype = common_dtype(parameters)  # each bucket has its own
@@ -37,6 +47,10 @@ class BucketHook:
             model.register_comm_hook(self, BucketHook.communicate)
         except RuntimeError as error:
             raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
+        if self._debtor and getattr(model, "find_unused_parameters", False):
+            self._used = set()
+            for name, (parameter, _) in self._places.items():
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
 
     # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
     def communicate(self, bucket):
@@ -65,10 +79,32 @@ class BucketHook:
         """A gradient that is not finite on one process is refused on all. If the hook raised an error, DDP would wait
         for its buckets for ever: it gets NaN instead, and the backward pass fails once DDP is done."""
         try:
-            return self._average(self._gradient)
+            with self._waiting():
+                return self._average(self._gradient)
         except NotFiniteError as error:
             _after_backward(partial(_fail, error))
             return torch.full_like(self._gradient, torch.nan)
+
+    def _waiting(self) -> AbstractContextManager:
+        """Let what is owed to parameters that no process has used wait. Their gradients are zero, whatever is left in
+        `.grad`, which DDP has put into their buckets."""
+        if self._used is None:
+            return nullcontext()
+        mine = torch.tensor([[name in self._used for name in self._places]], device=self._gradient.device)
+        anywhere = self._debtor.group.gather(mine.to(torch.uint8)).any(0).tolist()
+        unused = [place for (_, place), used in zip(self._places.values(), anywhere, strict=True) if not used]
+        for place in unused:
+            self._gradient[place] = 0
+        self._used.clear()
+        return self._debtor.holding_back(unused)
+
+
+class Debtor(Protocol):
+    """Something that owes values to coordinates: see `Sparsifier.holding_back`."""
+
+    group: WorkerGroup
+
+    def holding_back(self, places: Sequence[slice]) -> AbstractContextManager: ...
 
 
 def _after_backward(call: Callable[[], None]) -> None:

@@ -64,7 +64,7 @@ class Hook(BucketHook):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Sparsifier) -> None:
-        super().__init__(parameters, lambda gradient: sparsifier.reduce(gradient[None]))
+        super().__init__(parameters, lambda gradient: sparsifier.reduce(gradient[None]), sparsifier)
         self.sparsifier = sparsifier
         self.state_dict, self.load_state_dict = sparsifier.state_dict, sparsifier.load_state_dict
 

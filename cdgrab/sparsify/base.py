@@ -7,6 +7,9 @@ residuals and state live here; which coordinates a worker selects is up to the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -103,6 +106,18 @@ class Sparsifier(WorkerState):
         self.learn(counts)
         self.iteration += 1
         return update
+
+    @contextmanager
+    def holding_back(self, places: Sequence[slice]) -> Iterator[None]:
+        """What is owed to these coordinates waits: whatever is sent to them in this context is lost."""
+        owed = [self._residual[:, place].clone() for place in places if self._residual.numel()]
+        for place, _ in zip(places, owed, strict=False):
+            self._residual[:, place] = 0
+        try:
+            yield
+        finally:
+            for place, values in zip(places, owed, strict=False):
+                self._residual[:, place] += values.to(self._residual)
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
