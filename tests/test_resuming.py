@@ -247,6 +247,7 @@ def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
 
 
 COUNTERFEITS = [
+    *((name, torch.ones(2, 3)) for name in ("replay", "seconds", "metrics")),  # a tensor takes a name for an index
     *(("epochs_done", value) for value in (None, "text", 10**9, -1, [], float("nan"))),
     *(("position", value) for value in (None, -1, 0.5, {}, 10**9)),
     *(("metrics", value) for value in (None, "text", {}, {"bytes": -1, "sha256": ""}, {"bytes": "1", "sha256": ""})),

@@ -52,6 +52,8 @@ class Field:
 
 def refuse_others(what: str, values: Mapping[str, object], fields: Mapping[str, Field]) -> None:
     """Refuse values that do not look like their fields."""
+    if not isinstance(values, Mapping) or not fields.keys() <= values.keys():
+        raise CdgrabError(f"{what} is damaged: it must hold {', '.join(fields)}")
     for name, field in fields.items():
         if not field.fits(values[name]):
             raise CdgrabError(f"{what} is damaged: {name} must be {field}")

@@ -66,6 +66,8 @@ class Replay:
     def load_state_dicts(self, states: Sequence[dict | None]) -> None:
         if states[0] is None:
             return self._begin([])
+        if not all(isinstance(state, dict) for state in states):  # a tensor would take a name for an index
+            raise TypeError("not the state of such a run")
         device = self._loop.parameters.device
         optimiser = self._loop.optimiser.join([state["optimiser"] for state in states])
         start = [stacked([state["parameters"] for state in states]), *optimiser]

@@ -39,6 +39,8 @@ def load(run: Run, group: WorkerGroup, say: Callable[[str], None]) -> dict | Non
         with fitting([run]):
             refuse_other_settings(run, saved["science"], run.directory)
             refuse_other_data(saved["data"], run.source.checksums, run.directory)
+            if not isinstance(saved["metrics"], dict):
+                raise TypeError("not a measurement of metrics")
             if not (is_count(saved["metrics"]["bytes"]) and isinstance(saved["metrics"]["sha256"], str)):
                 raise TypeError("not a measurement of metrics")
             progress(saved)
