@@ -81,19 +81,20 @@ def sooner(runs: Runs) -> Iterator[Claim]:
             measures.sooner(group, pair),
             where,
             figure.seeds,
+            unit="epochs",
             beside=f"{_counts(curves)} on the mean curves",
         )
         if figure in TIMED and set(pair) <= set(group.alone.sorters):
             faster = measures.sooner_in_seconds(group.alone, pair)
             where_timed = f"{title(figure, group)}, seconds"
-            family = f"sooner in seconds, {where.figure}"
-            yield Claim(where_timed, words, family, faster, where, figure.seeds, below=False, shown=math.exp)
+            family, unit = f"sooner in seconds, {where.figure}", f"seconds, {_ratio(group, *reversed(pair))}"
+            yield Claim(where_timed, words, family, faster, where, figure.seeds, False, shown=math.exp, unit=unit)
 
 
 def smoother(runs: Runs) -> Iterator[Claim]:
     for figure, group, pair in _against_baseline(runs, FIGURES):
         theirs, where = _papers(figure, group.column, pair), _evidence(figure, group)
-        ratio = f": on its mean curves {_scatter_ratio(theirs):.3g} times" if theirs else ""
+        ratio = f": on its mean curves {_scatter_ratio(theirs):.3g} times, not comparable in size" if theirs else ""
         yield Claim(
             title(figure, group),
             f"{group.label(pair[1])} scatters more from epoch to epoch than {group.label(pair[0])}{ratio}",
@@ -103,6 +104,7 @@ def smoother(runs: Runs) -> Iterator[Claim]:
             figure.seeds,
             below=False,
             shown=math.exp,
+            unit=_ratio(group, *reversed(pair)),
         )
 
 
@@ -119,6 +121,7 @@ def slower(runs: Runs) -> Iterator[Claim]:
                 figure.seeds,
                 limit=math.log(NEGLIGIBLE),
                 shown=math.exp,
+                unit=_ratio(group, *pair),
             )
 
 
@@ -150,8 +153,18 @@ def _evidence(figure: Figure, group: Group) -> Evidence:
     first = group.manifests[0]
     own = "" if first["data"]["papers_own"] else ", not the paper's"
     source = without(group.source, group.columns)
-    command = f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper"
-    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", command)
+    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group))
+
+
+def _command(group: Group) -> str:
+    """What makes these runs; make itself cannot change all settings."""
+    first, (_, *changed) = group.manifests[0], without(group.source, group.columns).split(",")
+    if not changed:
+        return f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper"
+    settings = (setting if setting.partition("=")[0] in first["science"] else f"task.{setting}" for setting in changed)
+    seeds = 1 + max(manifest["seed"] for manifest in group.manifests)
+    experiment = f"experiment={first['name']} size=paper {' '.join(settings)}"
+    return f"python -m experiments.launch -m {experiment} 'seed=range(0,{seeds})'"
 
 
 def _nothing(figure: Figure, column: Column) -> Row:
@@ -211,6 +224,7 @@ def _trend(trend: Trend, groups: list[Group]) -> Claim:
         where,
         trend.figure.seeds,
         below=trend.falls,
+        unit="per doubling",
     )
 
 
@@ -219,6 +233,10 @@ def _papers(figure: Figure, column: Column, pair: Pair) -> list[Series]:
     curves = published(figure.experiment, LOSS, column=column)
     by_sorter = {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
     return [by_sorter[sorter] for sorter in pair] if set(pair) <= set(by_sorter) else []
+
+
+def _ratio(group: Group, first: str, second: str) -> str:
+    return f"{group.label(first)}'s / {group.label(second)}'s"
 
 
 def _scatter_ratio(curves: list[Series]) -> float:

@@ -42,7 +42,7 @@ class Row:
         return {
             "where": self.where,
             "the paper says": self.says,
-            "ours [95 % interval]": self.ours,
+            "ours [interval]": self.ours,
             "seeds": self.seeds,
             "data": self.evidence.data,
             "verdict": f"**{self.verdict}**" + f": {self.reason}" * bool(self.reason),
@@ -64,6 +64,7 @@ class Claim:
     below: bool = True
     limit: float = 0.0
     shown: Callable[[float], float] = float  # exp for what is a logarithm
+    unit: str = ""  # of what is shown, where the claim does not say it
     beside: str = ""  # other numbers
     unless: str = ""  # why these runs cannot decide, whatever they say
 
@@ -93,7 +94,8 @@ def _row(claim: Claim, adjusted: float) -> Row:
     by_holm = "" if adjusted == claim.p else f" ({p_value(adjusted)} by Holm)"
     p = "" if math.isnan(claim.p) else f", {p_value(claim.p)}{by_holm}"
     number = str(replace(value, **{end: claim.shown(getattr(value, end)) for end in ("mean", "low", "high")}))
-    ours = "; ".join(filter(None, (number + p, claim.beside))) if value.seeds else "–"
+    unit = f" ({claim.unit})" * bool(claim.unit)
+    ours = "; ".join(filter(None, (number + unit + p, claim.beside))) if value.seeds else "–"
     return Row(claim.where, claim.says, verdict, reason, ours, _of(value.seeds, claim.wanted), claim.evidence)
 
 

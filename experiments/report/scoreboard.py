@@ -35,12 +35,16 @@ from `results/` and nothing else: published numbers from `paper/`, ours from `ru
 
 The rules, here and everywhere:
 
-- A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it.
+- A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it. Studies have few
+  epochs, and use the mean over the last quarter.
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
-- Intervals are 95 % ones, by Student's t. Below three seeds there is neither ±, nor an interval, nor a p value.
+- Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 98.3 %
+  with three looks (herding), 98.75 % with four. Below three seeds there is neither ±, nor an interval, nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
 - Epochs to a loss are counted, not interpolated.
+- Scatter from epoch to epoch is that of single runs here, but that of means over seeds in the paper. Its direction can
+  be compared, its size cannot.
 - **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the
   other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
   quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing. Where a
@@ -48,9 +52,13 @@ The rules, here and everywhere:
   reproduced.
 - A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
   [levels](#levels).
-- "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's.
+- "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's, in seconds or bytes.
 
 Figure 1 of CD-GraB's paper is a drawing; of Figures 2, 5 and 7 no numbers were at hand.
+
+The table counts rows, which are more than the paper has claims: a claim has a row for each metric and worker count or
+rate. Rows that name a changed setting (`batch=16`) are variants, not the paper's settings. Some settings are in two
+figures: Figure 9 shows the runs of Figure 4, and 64 workers at a rate of 0.001 are in Figures 4 and 12.
 """
 LEVELS = """Where data and settings are the paper's: means over the last half of the epochs (Table 1: best epochs) and,
 in brackets, last epochs. The interval of the difference is Welch's. Of the paper's seeds no more is known than the
@@ -120,11 +128,20 @@ def _answered(claims: Iterable[Studied], studies: Mapping[str, Study]) -> Iterat
 def _answer(claim: Studied, study: Study, line: str) -> Row:
     found = study.lines[line]
     verdict = REPRODUCED if claim.no_worse and found.answer == "equal" else ANSWERS[found.answer]
-    reason = "equal, within the margin" if found.answer == "equal" else found.note if verdict == UNDECIDED else ""
+    about, missing = _parts(found.note)
+    reason = "equal, within the margin" if found.answer == "equal" else ""
+    if verdict == UNDECIDED:
+        reason = f"the interval includes the limit; {missing}" if missing else about
     command = f"make study-{claim.study.replace('_', '-')} SIZE=paper"
     evidence = Evidence(claim.data or study.data, study.figure, command)
-    ours = f"{line}: {found.measured}; wanted {found.threshold}"
+    ours = f"{line}: {found.measured}{f' ({about})' * bool(about)}; wanted {found.threshold}"
     return Row(claim.where, claim.says, verdict, reason, ours, str(found.seeds or "–"), evidence)
+
+
+def _parts(note: str) -> tuple[str, str]:
+    """What is measured, and how many values would decide."""
+    missing = [part for part in note.split("; ") if part.endswith("decide")]
+    return "; ".join(part for part in note.split("; ") if part not in missing), "".join(missing)
 
 
 def levels(runs: Runs) -> Iterator[dict[str, str]]:

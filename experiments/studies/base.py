@@ -70,7 +70,7 @@ class Study:
     @property
     def looks(self) -> list[int]:
         """After how many seeds the claims are judged. More are added only while a claim is undecided."""
-        return _looks(self.settings.seeds)
+        return looks_of(self.settings.seeds)
 
     @property
     def seeds(self) -> int:
@@ -163,7 +163,7 @@ def compose_study(overrides: list[str]) -> Study:
     plain = _settings(compose_config([*presets, *chosen], "study").study)
     config = compose_config([*presets, *overrides], "study")
     settings = _settings(config.study)
-    _looks(settings.seeds)
+    looks_of(settings.seeds)
     before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
     changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
     data = {task: _source(task, config.data) for task in settings.get("tasks", ())}
@@ -179,7 +179,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
     """Compute the parts that are missing, `jobs` at a time; each leaves one line of metrics as soon as it is done."""
     _refuse_other_settings(study)
     before = study.manifest()
-    finished = before.get("status") == "finished" and _looks(before["settings"]["seeds"]) == study.looks
+    finished = before.get("status") == "finished" and looks_of(before["settings"]["seeds"]) == study.looks
     if finished and study.complete():
         return
     study.directory.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ def _source(task: str, data: str) -> dict:
 def _differs(key: str, before: object, now: object) -> bool:
     """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are."""
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
-        return _looks(before) != _looks(now)[: len(_looks(before))]
+        return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     return not set(before) <= set(now) if key == "sorters" else before != now
 
 
@@ -239,7 +239,7 @@ def _settings(config: DictConfig) -> DictConfig:
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
-def _looks(seeds: int | Sequence[int]) -> list[int]:
+def looks_of(seeds: int | Sequence[int]) -> list[int]:
     looks = [seeds] if isinstance(seeds, str) or not isinstance(seeds, Sequence) else list(seeds)
     for look in looks:
         count("study.seeds", look, 1)

@@ -9,9 +9,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
+from experiments.report.text import plural
 from experiments.store.files import home, write_atomically
 from experiments.store.records import read_manifest
-from experiments.studies.base import Study
+from experiments.studies.base import Study, looks_of
 from experiments.studies.verdicts import Verdict, verdict_table
 from experiments.training.composition import choices, own_settings
 
@@ -21,17 +22,20 @@ HEADNOTE = """# Studies: the theory and its open questions, as experiments that 
 Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the threshold;
 **fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in brackets,
 where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says why). Margins
-are round numbers, the same in all studies: 0.5 % of D-RR's train loss (of a slope, over all alphas), 1 % where losses
-are divided, 10 % of a herding bound, 0.1 of an exponent. Intervals are over seeds, those of the time of epochs over
-pairs of them, for the median; what is counted has none. A claim about every rate or worker count holds where it holds
-at each, fails where it fails at one, and else is undecided or equal where it is so at one; the line shows which
+are round numbers, the same in all studies: 0.5 % of D-RR's train loss (for a slope: 0.5 % from the largest alpha to
+the smallest), 1 % where losses are divided, 10 % of a herding bound, 0.1 of an exponent. Losses, gaps and other metrics
+of a training run are means over the last quarter of its epochs. Intervals are over seeds, those of the time of epochs
+over pairs of them, for the median; what is counted has none. A claim about every rate or worker count holds where it
+holds at each, fails where it fails at one, and else is undecided or equal where it is so at one; the line shows which
 decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
-decision stands, and the column `seeds` says how many it took; what is undecided has taken all that its study allows.
-Judging repeatedly makes errors more likely, so every look has an equal share of the 5 % (Bonferroni): with four looks
-each interval is a 98.75 % one, and p values are four times as large. A study that looks once has 95 % intervals; so
-have tables and figures of the notebooks, which show all seeds.
+decision stands, and the column `seeds` says how many it took; what is undecided has taken all that were made. A study
+whose settings now allow more seeds says so below its table. Judging repeatedly makes errors more likely, so every look
+has an equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four times
+as large. A study that looks once has 95 % intervals; so have tables and figures of the notebooks, which show all seeds.
+Only the study of sorters adjusts its p values for all sorters that it tests (Holm); other claims are judged one by one,
+so that a few of so many may be decided wrongly.
 
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
@@ -96,4 +100,12 @@ def collection(trial: bool = False) -> str:
 def _section(study: Study) -> str:
     about, figure = own_settings("study", study.name), f"figures/{study.figure_name()}.png"
     drawn = f"\n![{about['title']}]({figure})\n" if (home(study.trial) / figure).exists() else ""
-    return f"## {study.name}: {about['title']}\n\n{about['question']}\n\n{summary(study)}{drawn}"
+    return f"## {study.name}: {about['title']}\n\n{about['question']}\n\n{summary(study)}{_more_seeds(study)}{drawn}"
+
+
+def _more_seeds(study: Study) -> str:
+    """Studies that were made with fewer seeds than they may take by now."""
+    allowed = study.size == "paper" and looks_of(own_settings("study", study.name)["seeds"])[-1]
+    undecided = any(verdict.needs_seeds for verdict in verdicts(study))
+    more = undecided and allowed > study.seeds
+    return f"\nMade with {plural(study.seeds, 'seed')}; its settings now allow {allowed}.\n" if more else ""
