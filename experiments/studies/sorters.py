@@ -71,7 +71,9 @@ def _against_baseline(rows: DataFrame, name: str, sorter: str, p: DataFrame) -> 
     verdict = ends_lower(rows, name, sorter)
     note = f"p = {p.single[sorter]:.2g}, adjusted for {len(p)} sorters (Holm) {p.adjusted[sorter]:.2g}"
     chance = verdict.answer in (HOLDS, FAILS) and p.adjusted[sorter] > ERROR  # one of so many may differ by chance
-    return replace(verdict, note=f"{verdict.note}; {note}", answer=UNDECIDED if chance else verdict.answer)
+    if chance:
+        verdict, note = replace(verdict, answer=UNDECIDED), f"{note}: decided by itself, not after the adjustment"
+    return replace(verdict, note=f"{verdict.note}; {note}")
 
 
 @text.table
