@@ -125,9 +125,16 @@ def test_what_does_not_matter_is_equal(low, high, answer):
     assert judge("x", measured, most=0.0, margin=0.5).answer == answer
     assert judge("x", shifted, most=1.0, margin=0.5).answer == answer
     assert judge("x", mirrored, least=0.0, margin=0.5).answer == answer
+    assert judge("x", measured, least=-9.0, most=0.0, margin=0.5).answer == answer
     assert judge("x", measured, most=0.0).answer == answer.replace("equal", "undecided")
     assert judge("x", measured, unless="no use", most=0.0, margin=0.5).answer == "undecided"
     assert judge("x", measured, most=0.0, margin=0.5).needs_seeds == (answer == "undecided")
+
+
+def test_both_ends_must_be_near_the_same_limit():
+    across = Estimate(0.0, -1.05, 1.05, 5)
+    assert judge("x", across, least=-1.0, most=1.0, margin=0.1).answer == "undecided"
+    assert judge("x", across, least=-1.0, most=1.0, margin=2.1).answer == "equal"
 
 
 def test_no_difference_is_called_one_as_rarely_as_it_says():

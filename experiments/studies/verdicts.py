@@ -40,7 +40,7 @@ def judge(words: str, measured: Measured, note: str = "", unless: str = "", **li
     """Judge the claim that a number lies between `least` and `most`; measured: an estimate, or one value per seed.
 
     holds: the whole interval is between them; fails: all of it is outside; equal: neither, but all of it is within
-    `margin` of a limit, where differences do not matter; undecided: anything else. `unless` is a reason why this
+    `margin` of one limit, where differences do not matter; undecided: anything else. `unless` is a reason why this
     measurement cannot decide, whatever it says.
     """
     measured = estimate(measured)
@@ -102,12 +102,12 @@ def _answer(measured: Estimate, **limits: float) -> str:
         return HOLDS
     if _excess(high, low, **limits) > 0:
         return FAILS
-    return EQUAL if max(_distance(low, **limits), _distance(high, **limits)) <= limits.get("margin", 0.0) else UNDECIDED
+    return EQUAL if _distance(low, high, **limits) <= limits.get("margin", 0.0) else UNDECIDED
 
 
-def _distance(value: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
-    """From the nearest limit, wherever its margin ends."""
-    return min(abs(value - least), abs(value - most))
+def _distance(*values: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
+    """How far all of them are at most from the same limit, the nearer one, wherever its margin ends."""
+    return min(max(abs(value - limit) for value in values) for limit in (least, most))
 
 
 def _missing(measured: Estimate, **limits: float) -> str:
