@@ -2,17 +2,19 @@
 
 import json
 import math
+from itertools import product
 
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.func import functional_call, grad, vmap
 
 from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
 from experiments.store import files
 from experiments.studies import base, sparsification_figures
-from experiments.studies.sparsification import _holds, settling_time
+from experiments.studies.sparsification import _converges, _holds, settling_time
 from experiments.studies.sparsification_figures import ablation_table, time_table, training_table
 from experiments.studies.sparsifiers import (
     MATCHED,
@@ -94,6 +96,27 @@ def test_densities_are_judged(ratio, answer, density):
     ]
     lines = list(_holds(pd.DataFrame(rows), density, 8))
     assert [line.answer for line in lines] == [answer] * (len(lines) - 1) + ["holds"]
+
+
+def test_losses_are_compared_where_the_densities_are_alike():
+    def judged(density):
+        densities = {"dense": 1.0, "exdyna": 0.01, "topk": density}
+        rows = [
+            {"method": method, "sorter": "cd_grab", "seed": seed, "epoch": 1, "density": densities[method] + seed / 1e5}
+            | {"train_loss": (0.8 if method == "exdyna" else 1.0) + seed / 1000}
+            for method, seed in product(densities, range(3))
+        ]
+        settings = OmegaConf.create({"sorters": ["cd_grab"], "trained": list(densities)})
+        return {verdict.claim: verdict for verdict in _converges(pd.DataFrame(rows), "cifar10", settings)}
+
+    alike, unlike = judged(0.011), judged(0.02)
+    assert alike.keys() == unlike.keys()  # claims that come and go with the data would be lost between two looks
+    _, density, loss = alike
+    assert [(alike[claim].answer, unlike[claim].answer) for claim in (density, loss)] == [
+        ("holds", "fails"),
+        ("holds", "undecided"),
+    ]
+    assert unlike[loss].note.startswith("the densities differ; ") and not unlike[loss].needs_seeds
 
 
 def test_a_resnet_does_not_mix_examples(monkeypatch, tmp_path, capsys):
