@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from forked import started_run
+from torch.utils._pytree import tree_leaves
 
-from cdgrab.errors import Stopped, warn
+from cdgrab.errors import CdgrabError, Stopped, warn
 from cdgrab.runtime.group import WorkerGroup
 from experiments import train
 from experiments.store import checkpoint
@@ -103,17 +104,21 @@ def test_a_run_that_is_stopped_again_and_again_is_the_same_run(case, tmp_path, m
 
 
 def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
-    settings, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3"], Log()
+    settings, whole = [*CASES["cd_grab"], "checkpoint.every_steps=3", "sparsifier=exdyna"], Log()
     stopped, other = trainer(settings, tmp_path / "one"), trainer(settings, tmp_path / "other")
     fit(trainer(settings, tmp_path / "whole"), whole)
     with pytest.raises(Stopped):
         fit(stopped, Log(), lambda: signal.SIGTERM * (stopped.epochs_done == 1 and stopped.position > 0))
     (state,), rest = stopped.state_dicts(), Log()
-    before = other.loop.parameters.clone()
-    for wrong in ({"position": -1}, {"epochs_done": 4}, {"parameters": torch.zeros(3)}, {"optimiser": []}):
-        with pytest.raises(TypeError, match="not the state of such a run"):
+    tensors = lambda: [leaf for leaf in tree_leaves(other.state_dicts()) if isinstance(leaf, torch.Tensor)]  # noqa: E731
+    before = tensors()
+    wrongs = [{"position": -1}, {"epochs_done": 4}, {"parameters": torch.zeros(3)}, {"optimiser": []}]
+    wrongs += [{"first_parameters": 3}, {"sparsified": None}, {"seconds": {}}, {"replay": 3}]
+    for wrong in wrongs:
+        with pytest.raises((TypeError, CdgrabError), match="not the state|not the running sums|the clock"):
             other.load_state_dicts([state | wrong])
-    assert torch.equal(other.loop.parameters, before) and not other.position  # a refused state changes nothing
+        torch.testing.assert_close(tensors(), before, rtol=0, atol=0)  # a refused state changes nothing
+    assert not other.position
     other.load_state_dicts([state])
     assert other.epochs_done == 1 and 0 < other.position < other.units
     fit(other, rest)

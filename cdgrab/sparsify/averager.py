@@ -48,11 +48,16 @@ class SparseAverager:
 
     def load_running_sums(self, rows: Tensor) -> None:
         """With another number of processes than before, each continues from the mean of the rows."""
-        group, found = self.sparsifier.group, len(rows) if is_dense(rows) and rows.dim() else 0
-        if not found or not Field(FLOAT64, (found, 2 + len(LOGGED)), least=-1.0).fits(rows):
-            raise CdgrabError("these are not the running sums of a sparsifier")
+        self.check_running_sums(rows)
+        group = self.sparsifier.group
         steps, thresholds, *sums = (rows[group.rank] if len(rows) == group.world_size else rows.mean(0)).tolist()
         self._steps, self._thresholds, self._sums = round(steps), thresholds, dict(zip(LOGGED, sums, strict=True))
+
+    def check_running_sums(self, rows: Tensor) -> None:
+        """Refuse what `load_running_sums` cannot continue from."""
+        found = len(rows) if is_dense(rows) and rows.dim() else 0
+        if not found or not Field(FLOAT64, (found, 2 + len(LOGGED)), least=-1.0).fits(rows):
+            raise CdgrabError("these are not the running sums of a sparsifier")
 
     def _start(self) -> None:
         self._steps, self._thresholds, self._sums = 0, 0, dict.fromkeys(LOGGED, 0.0)

@@ -138,19 +138,23 @@ class Trainer:
 
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue where the members' states were taken, all at the same step. Called by all ranks. States that do not
-        fit are refused."""
+        fit are refused before anything changes."""
         epochs_done, position = snapshot.progress(states[0])
         right = epochs_done <= self.config.epochs and position <= self.units
         if not right or any(snapshot.progress(state) != (epochs_done, position) for state in states):
             raise TypeError("not the state of such a run")
-        snapshot.join(self.loop, states, self.group)
+        seconds = states[0]["seconds"]
+        if position:
+            refuse_others("the clock in the checkpoint", seconds, dict.fromkeys(PHASES, Field((float,), least=0.0)))
+        for member, state in zip(self.members, states, strict=True):
+            member.check_state_dict(state)
+        replayed = self.replay.joined([state["replay"] for state in states])
+        self.loop.load(*snapshot.joined(self.loop, states, self.group))
+        self.replay.begin(*replayed)
         for member, state in zip(self.members, states, strict=True):
             member.load_state_dict(state)
-        self.replay.load_state_dicts([state["replay"] for state in states])
         self.epochs_done, self.position = epochs_done, position
         if position:
-            seconds = states[0]["seconds"]
-            refuse_others("the clock in the checkpoint", seconds, dict.fromkeys(PHASES, Field((float,), least=0.0)))
             self.clock = Clock({phase: seconds[phase] for phase in PHASES})
 
     def save(self) -> None:

@@ -71,15 +71,25 @@ class Member:
             **{name: collected(part.state_dict(), self.group) for name, part in self._parts().items()},
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def check_state_dict(self, state: dict) -> None:
+        """Refuse what `load_state_dict` cannot continue from; changes nothing."""
         for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+            part.check_state_dict(state[name])
         first, epochs_done, position = state["first_parameters"], state["epochs_done"], state["position"]
-        here, last = (self.sorter.epoch, self.sorter.position), (epochs_done - 1, self.units if epochs_done else 0)
-        moment = here == (epochs_done, position) or (not position and here == last)
+        sorted_until = state["sorter"]["epoch"], state["sorter"]["position"]
+        last = epochs_done - 1, self.units if epochs_done else 0
+        moment = sorted_until == (epochs_done, position) or (not position and sorted_until == last)
         vector = Field((torch.float32, torch.float64), (self.flat.dim,))
         if (self.sorter.needs_gradients and not moment) or not (first is None or vector.fits(first)):
             raise TypeError("not the state of such a run")
+        if position and self.sparse_mean:
+            self.sparse_mean.check_running_sums(state["sparsified"])
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue where a state was taken that `check_state_dict` has accepted."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        first = state["first_parameters"]
         self.first_parameters = None if first is None else first.to(self.device)
         if state["position"] and self.sparse_mean:
             self.sparse_mean.load_running_sums(state["sparsified"])

@@ -34,10 +34,13 @@ class Replay:
 
     def start_epoch(self, epoch: int) -> None:
         due = epoch in self._epochs
-        self._begin(copied([self._loop.parameters, *self._loop.optimiser.state]) if due else [])
+        self.begin(copied([self._loop.parameters, *self._loop.optimiser.state]) if due else [])
 
-    def _begin(self, start: list[Tensor], total: Tensor | float = 0.0) -> None:
-        """Steps add up their gradients only if a replay is due."""
+    def begin(self, start: list[Tensor], total: Tensor | float = 0.0) -> None:
+        """Of an epoch, or the rest of one. Steps add up their gradients only if a replay is due.
+
+        start: parameters and optimiser state at the epoch's start; total: the sum of its gradients so far.
+        """
         self._start, self._loop.sums = start, self._sums if start else None
         if start:
             self._sums.restart(total)
@@ -63,9 +66,10 @@ class Replay:
         states = zip(parameters, loop.optimiser.split(optimiser), totals, strict=True)
         return [dict(zip(("parameters", "optimiser", "total"), state, strict=True)) for state in states]
 
-    def load_state_dicts(self, states: Sequence[dict | None]) -> None:
+    def joined(self, states: Sequence[dict | None]) -> tuple[list[Tensor], Tensor | float]:
+        """From the states of the runs: what `begin` takes to continue there."""
         if states[0] is None:
-            return self._begin([])
+            return [], 0.0
         if not all(isinstance(state, dict) for state in states):  # a tensor would take a name for an index
             raise TypeError("not the state of such a run")
         device = self._loop.parameters.device
@@ -74,4 +78,4 @@ class Replay:
         total = stacked([state["total"] for state in states])
         if not alike([*start, total], [self._loop.parameters, *self._loop.optimiser.state, self._sums.total]):
             raise TypeError("not the state of such a run")
-        self._begin([tensor.to(device) for tensor in start], total.to(device))
+        return [tensor.to(device) for tensor in start], total.to(device)

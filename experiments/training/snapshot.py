@@ -80,8 +80,8 @@ def split(loop: Steps, replicas: int, group: WorkerGroup) -> list[dict]:
     ]
 
 
-def join(loop: Steps, states: Sequence[dict], group: WorkerGroup) -> None:
-    """Let runs, all at the same step, continue where their states were taken. Called by all ranks."""
+def joined(loop: Steps, states: Sequence[dict], group: WorkerGroup) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """From the states of runs, all at the same step: what `loop` must load to continue there."""
     parameters = stacked([state["parameters"] for state in states])
     optimiser = loop.optimiser.join([state["optimiser"] for state in states])
     carry = list(loop.first_carry)
@@ -90,8 +90,8 @@ def join(loop: Steps, states: Sequence[dict], group: WorkerGroup) -> None:
         carry = [stacked([workers[group.local] for workers in part]) for part in carries]
     if not alike([parameters, *optimiser, *carry], [loop.parameters, *loop.optimiser.state, *loop.first_carry]):
         raise TypeError("not the state of such a run")
-    here = ([tensor.to(loop.parameters.device) for tensor in part] for part in (optimiser, carry))
-    loop.load(parameters.to(loop.parameters.device), *here)
+    optimiser, carry = ([tensor.to(loop.parameters.device) for tensor in part] for part in (optimiser, carry))
+    return parameters.to(loop.parameters.device), optimiser, carry
 
 
 def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:
