@@ -17,9 +17,9 @@ from sparsify_checks import VARIANTS
 import cdgrab
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, ddp_hook, make_sparsifier, sparsifier_options
+from cdgrab.sparsify import threshold as thresholds
 from cdgrab.sparsify.deft import allot, deal, pieces
 from cdgrab.sparsify.partitions import balanced, block_edges, equal_runs, partition_edges
-from cdgrab.sparsify.threshold import count_reaching
 from experiments.studies.synthetic import LayeredGradients
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"
@@ -162,11 +162,13 @@ def test_deft_allots_everything_and_nothing_twice(seed, count, some_zero):
     assert set(deal(np.array([b - a for a, b in spans], dtype=float), workers)) <= set(range(workers))
 
 
-def test_counting_counts():
+@pytest.mark.parametrize("together", [60, 59])
+def test_counting_counts(together, monkeypatch):
+    monkeypatch.setattr(thresholds, "TOGETHER", together)  # all at once, or one by one
     vectors = [torch.randn(57), torch.randn(0), torch.tensor([0.5, -0.5, 0.0])]
     values = [0.25, 0.5, 1.0, 7.0]
     expected = [sum(int((v.abs() >= value).sum()) for v in vectors) for value in values]
-    assert count_reaching(vectors, values).tolist() == expected
+    assert thresholds.count_reaching(vectors, values).tolist() == expected
 
 
 # -- what every sparsifier must do ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ FINE, COARSE = 65, 1025  # how many values are tried near the last threshold, an
 MANY = 0.1  # fraction of the wanted number; if more lie between two values, the search is refined: they may be equal
 CLOSER = 2  # refinements at most: after that, two values differ by little more than float32 resolves
 GAIN = 0.1  # of the proportional rule
+TOGETHER = 1 << 20  # coordinates of all workers that are counted at once; more would take memory, and no less time
 
 Counter = Callable[[list[float]], list[int]]  # how many magnitudes reach each of some ascending values
 
@@ -61,9 +62,13 @@ def grid(low: float, high: float, size: int) -> list[float]:
 def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
     """How many magnitudes of all vectors together reach each of the ascending `values`: whole numbers [values]."""
     edges = torch.tensor(values, dtype=vectors[0].dtype, device=vectors[0].device)
-    magnitudes = torch.cat(vectors).abs()
+    few = sum(map(len, vectors)) <= TOGETHER
+    return sum(_reaching_each(vector.abs(), edges) for vector in ([torch.cat(vectors)] if few else vectors))
+
+
+def _reaching_each(magnitudes: Tensor, edges: Tensor) -> Tensor:
     magnitudes = magnitudes[magnitudes >= edges[0]]
-    counts = torch.bincount(torch.bucketize(magnitudes, edges, right=True), minlength=len(values) + 1)
+    counts = torch.bincount(torch.bucketize(magnitudes, edges, right=True), minlength=len(edges) + 1)
     return len(magnitudes) - counts.cumsum(0)[:-1]
 
 
