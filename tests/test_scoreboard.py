@@ -1,6 +1,7 @@
 """results/PAPER.md: numbers computed once more from the files with plain numpy, and verdicts on made-up runs."""
 
 import json
+import re
 from collections import defaultdict
 
 import numpy as np
@@ -14,7 +15,9 @@ from experiments.report.judging import Claim, Evidence, judged
 from experiments.report.names import BASELINE, OURS
 from experiments.report.runs import Group
 from experiments.report.statistics import against
+from experiments.report.study_claims import Studied
 from experiments.store.files import RESULTS
+from experiments.studies.verdicts import judge
 
 PAIR, NOWHERE = (OURS, BASELINE), Evidence("made up", "", "–")
 HMDA = RESULTS / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "NJ-2017"
@@ -69,6 +72,24 @@ def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path):
         1: 3 - 4,
         2: 5 - 4,
     }  # 2 never reaches it
+
+
+def test_commands_name_what_was_changed(tmp_path):
+    folder = tmp_path / "fig3c_mlp_m4" / "M4-weekly,epochs=2,batch=16"
+    for seed in range(3):
+        write_run(folder, "d_rr", "D-RR", seed, [1.0, 0.5], task="mlp_m4")
+    changed = "epochs=2 task.batch=16 'seed=range(0,3)'"
+    command = f"python -m experiments.launch -m experiment=fig3c_mlp_m4 size=paper {changed}"
+    assert curve_claims._command(Group(folder)) == command
+
+
+def test_an_undecided_line_of_a_study_has_its_unit_and_its_reason():
+    line = judge("rates", [-1.0, 0.5, 1.0], "in doublings", least=0.0)
+    row = scoreboard._answer(
+        Studied("here", "larger", "made_up", ("rates",)), scoreboard.Study({"rates": line}, "", ""), "rates"
+    )
+    assert row.ours == f"rates: {line.measured} (in doublings); wanted ≥ 0"
+    assert re.fullmatch(r"the interval includes the limit; about \d+ values would decide", row.reason)
 
 
 def test_welch_against_published_moments():

@@ -163,7 +163,7 @@ def _command(group: Group) -> str:
         return f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper"
     settings = (setting if setting.partition("=")[0] in first["science"] else f"task.{setting}" for setting in changed)
     seeds = 1 + max(manifest["seed"] for manifest in group.manifests)
-    experiment = f"experiment={first['name']} size=paper {' '.join(settings)}"
+    experiment = f"experiment={group.directory.parent.name} size=paper {' '.join(settings)}"
     return f"python -m experiments.launch -m {experiment} 'seed=range(0,{seeds})'"
 
 
