@@ -1,8 +1,8 @@
 """Do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says? `make check-results`.
 
 What is computed from results/ is computed again, without drawing, and compared word by word; tests look only at what
-is quick. Numbers in README's prose
-must occur in the tables that their paragraphs refer to: see `experiments.report.quoted`.
+is quick. Numbers in README's prose must occur in the tables that their paragraphs refer to: see
+`experiments.report.quoted`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def quick(page: str) -> Iterator[str]:
 def captions() -> Iterator[str]:
     """Captions name seeds and commits of all runs: they tell whether a notebook or STUDIES.md was made of those that
     are there now. What somebody has run with other settings, and not drawn, is left alone."""
-    for figure in FIGURES:
+    for figure in {figure.experiment: figure for figure in FIGURES}.values():
         told = shown(code_cells(FOLDER / f"{figure.experiment}.ipynb"))
         found = groups(figure.source)
         if columns := found[0].columns:
