@@ -1,8 +1,8 @@
 """Numbers in README's prose: does each occur, rounded as it is there, in the tables that its paragraph refers to?
 
 A paragraph refers to figures and tables of the paper (Figure 3a), experiments, studies (`study-rates`) and benchmarks
-(`BENCH=dropin`). What it has from elsewhere it lists in a comment, `<!-- not in the tables: 0.25, 1.09 -->`. Whole
-numbers count only with a unit: % or "of … seeds".
+(`BENCH=dropin`). What it has from elsewhere, and percentages of ratios, it lists in a comment,
+`<!-- not in the tables: 0.25, 12 % (of a ratio) -->`. Whole numbers count only with a unit: % or "of … seeds".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from experiments.report.claims import FIGURES
 
-NUMBER = re.compile(r"(?<![\w.^])(\d[\d,]*\.\d+|\d+(?= %))(?![\w])( %)?")
+NUMBER = re.compile(r"(?<![\w.^])(?:\d[\d,]*\.\d+|\d+(?= %))(?![\w])")
 SEEDS = re.compile(r"\d+ of \d+ seeds")
 EXCEPTED = re.compile(r"<!-- not in the tables: (.*?) -->", re.S)
 WRITTEN = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -40,12 +40,10 @@ def references(paragraph: str) -> dict[str, list[str]]:
 def missing(paragraph: str, sources: str) -> list[str]:
     """The numbers of a paragraph that the sources do not have; and exceptions that are none."""
     listed = EXCEPTED.search(paragraph)
-    excepted = {number for number, _ in NUMBER.findall(listed[1])} if listed else set()
+    excepted = set(NUMBER.findall(listed[1])) if listed else set()
     prose, values = EXCEPTED.sub("", paragraph), numbers(sources)
-    found = {number: bool(percent) for number, percent in NUMBER.findall(prose)}
-    lost = [
-        number for number, percent in found.items() if number not in excepted and not _occurs(number, percent, values)
-    ]
+    found = dict.fromkeys(NUMBER.findall(prose))
+    lost = [number for number in found if number not in excepted and not _occurs(number, values)]
     seeds = {" ".join(words.split()) for words in SEEDS.findall(" ".join(prose.split()))}
     lost += [words for words in sorted(seeds) if words not in sources and not (listed and words in listed[1])]
     return lost + [f"{number} (listed, but not there)" for number in sorted(excepted - found.keys())]
@@ -55,9 +53,7 @@ def numbers(sources: str) -> set[float]:
     return {float(number.replace(",", "")) for number in WRITTEN.findall(sources)}
 
 
-def _occurs(number: str, percent: bool, values: Iterable[float]) -> bool:
-    """A percentage may be that of a share, or of a ratio to what it is compared with."""
+def _occurs(number: str, values: Iterable[float]) -> bool:
     value, digits = float(number.replace(",", "")), len(number.partition(".")[2])
     off = 0.5001 * 10**-digits
-    forms = [lambda x: x, lambda x: 100 * x, lambda x: 100 * abs(x - 1)] if percent else [lambda x: x]
-    return any(abs(form(known) - value) <= off for known in values for form in forms)
+    return any(abs(known - value) <= off for known in values)
