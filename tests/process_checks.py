@@ -37,7 +37,7 @@ def check(folder, runs):
     for run in runs:
         carry_out(run)
     rank, processes = workers.launched_rank(), workers.launched_world_size()
-    told = Agreement(lambda: signal.SIGTERM * (rank == 1), workers.connect(processes)).after_step()
+    told = Agreement(lambda: signal.SIGTERM * (rank == 1), workers.connect(processes)).after_steps()
     found = [None] * processes
     dist.all_gather_object(found, (sorted(listening(os.getpid())), told))
     (folder / "processes").write_text(json.dumps(found))

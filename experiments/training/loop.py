@@ -77,7 +77,7 @@ class Trainer:
         self.blocks = blocks(self.units, self.microbatch, self.block_steps, self.config.checkpoint.every_steps)
         self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
         self.epochs_done, self.position, self.clock = 0, 0, Clock()  # position: units visited in the current epoch
-        self._agreement = Agreement(lambda: 0, WorkerGroup(1))  # nobody is asked before `fit`
+        self._agreement: Agreement | None = None  # nobody is asked before `fit`
         self._saves = True
         self._warm_up()
 
@@ -251,10 +251,11 @@ class Trainer:
     def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
         Moves `position` on. Returns the number of the signal that some rank has received, or 0."""
-        stop = self._agreement.after_step
-        seen, losses = self.loop.run(visits.unflatten(-1, (-1, microbatch)), clock, first=start == 0, stop=stop)
+        visits = visits.unflatten(-1, (-1, microbatch))
+        seen, losses = self.loop.run(visits, clock, first=start == 0, agreement=self._agreement)
         self.position = start + losses.shape[-1] * microbatch
-        stop_requests = losses.new_full((*losses.shape[:-1], 1), float(self._agreement.own()))  # sent with the losses
+        signal = self._agreement.own() if self._agreement else 0
+        stop_requests = losses.new_full((*losses.shape[:-1], 1), float(signal))  # sent with the losses
         everybodys = self.group.gather(torch.cat([losses, stop_requests], dim=-1))
         mean_losses = everybodys[..., :-1].mean(-2)  # the same on all ranks, so that all of them stop together
         clock.append(("communication", perf_counter()))

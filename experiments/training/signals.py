@@ -42,21 +42,18 @@ class Agreement:
     def __init__(self, stop: Callable[[], int], group: WorkerGroup) -> None:
         self._stop, self._group = stop, group
         self.number = 0  # of the signal
-        self._steps, self._wanted, self._since = 0, 1, time.monotonic()
+        self.steps, self.wanted, self._since = 0, 1, time.monotonic()  # made, until the next question
 
     def own(self) -> int:
         """The number of the signal that this process knows of, or 0."""
         self.number = self.number or self._stop()
         return self.number
 
-    def after_step(self) -> int:
-        """The number of the signal, or 0. Asked after every step, the processes talk after so many that it is time."""
-        self._steps += 1
-        if self._steps < self._wanted:
-            return 0
+    def after_steps(self) -> int:
+        """The number of the signal, or 0. To be asked when as many `steps` as `wanted` have been made."""
         number, seconds = self._everybodys(time.monotonic() - self._since)
-        self._wanted = max(1, int(PATIENCE * self._steps / max(seconds, 1e-6)))
-        self._steps, self._since = 0, time.monotonic()
+        self.wanted = max(1, int(PATIENCE * self.steps / max(seconds, 1e-6)))
+        self.steps, self._since = 0, time.monotonic()
         return number
 
     def now(self) -> int:

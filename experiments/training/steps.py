@@ -21,6 +21,7 @@ from experiments.tasks.base import Task
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled, captured
 from experiments.training.optimisers import Optimiser
+from experiments.training.signals import Agreement
 
 
 class Steps:
@@ -56,10 +57,10 @@ class Steps:
         clock: Clock,
         first: bool = False,
         observed: bool = True,
-        stop: Callable[[], int] = lambda: 0,
+        agreement: Agreement | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch;
-        `observed`: sorters see the gradients; `stop`: asked after every step, whether it shall be the last.
+        `observed`: sorters see the gradients; `agreement`: whether to stop, asked twice a second.
 
         Returns the unit gradients [..., workers, steps × microbatch, dim], empty if no sorter needs them, and the
         losses [..., workers, steps].
@@ -90,8 +91,10 @@ class Steps:
             if unit_gradients.numel() and observed:
                 seen.append(unit_gradients)
             clock.append(("optimiser", perf_counter()))
-            if stop():
-                break
+            if agreement:
+                agreement.steps += 1
+                if agreement.steps >= agreement.wanted and agreement.after_steps():
+                    break
         return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses[..., : step + 1]
 
 
@@ -128,9 +131,9 @@ class CapturedSteps(Steps):
         clock: Clock,
         first: bool = False,
         observed: bool = True,
-        stop: Callable[[], int] = lambda: 0,
+        agreement: Agreement | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`stop` is not asked: the GPU is still computing when the last step has been handed to it."""
+        """`agreement` is not asked: the GPU is still computing when the last step has been handed to it."""
         if first:
             _overwrite(self.carry, self.first_carry)
         microbatch = visits.shape[-1]
