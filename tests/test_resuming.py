@@ -36,7 +36,7 @@ CASES = {
     "id_grab_bal": ["task=lr_hmda", "task.limit=200", "epochs=2", "sorter=id_grab_bal"],
     "kh": ["task=lr_hmda", "task.limit=200", "epochs=2", "sorter=kh"],
     "a state that is handed on": [
-        *("task=lstm_wiki2", "epochs=2", "task.limit=9", "task.chunk_length=8", "task.test_chunks=2"),
+        *("task=lstm_wiki2", "epochs=2", "task.limit=9", "task.chunk_length=8", "task.test_chunks=2", "task.hidden=4"),
     ],
     "residuals": [
         "task=mlp_m4",
