@@ -10,6 +10,7 @@ import cdgrab
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime import state
+from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import connect
 from experiments.training import snapshot
 
@@ -62,11 +63,20 @@ def orders(group, shape, kind, options, divided, buffer_mb, resume_at=None):
     return torch.stack([*found, sorter.order(EPOCHS)])
 
 
+def dealt(group, dim, size):
+    """Coordinates in turn, some at a time and the last ones first; the last process gets none."""
+    pieces = [slice(start, min(start + size, dim)) for start in reversed(range(0, dim, size))]
+    sharing = group.world_size - 1
+    return Division(group, (*(tuple(pieces[rank::sharing]) for rank in range(sharing)), ()))
+
+
 def orders_from_shares(group, shape, kind):
-    """One worker per process, whose gradients are divided on the way to their mean."""
+    """One worker per process, whose gradients are divided on the way to their mean. A block ends when there is no room
+    for another row of the process with most coordinates."""
     count, units, dim = shape
     workers.WHOLE = 0
-    make = partial(cdgrab.make_sorter, "cd_grab", workers=count, units=units, dim=dim, seed=5, group=group)
+    settings = {"workers": count, "units": units, "dim": dim, "seed": 5, "group": group, "buffer_mb": 352 / 2**20}
+    make = partial(cdgrab.make_sorter, "cd_grab", **settings)
     sorter = make()
     averager = exchange.Averager(group, dim)
     found = []
@@ -75,11 +85,14 @@ def orders_from_shares(group, shape, kind):
         for unit in range(units):
             average, shard = averager.average(gradients[group.rank, unit], want_shard=True)
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
-            sorter.observe_shard(shard)
+            evenly = sorter.division == Division.even(group, dim)
+            sorter.observe_shard(shard if evenly else sorter.division.shard(gradients[group.rank, unit]))
             if unit in (2, 3):  # go on in another one, also amid a pair
                 saved = sorter.state_dict()
                 sorter = make()
                 sorter.load_state_dict(saved)
+            if unit in (3, 4):  # and with coordinates divided in another way
+                sorter.divide(dealt(group, dim, unit))
         assert not sorter.state_dict()["per_worker"]["_unpaired"].numel(), "an odd last unit waits for no pair"
     return torch.stack([*found, sorter.order(EPOCHS)])
 

@@ -10,6 +10,7 @@ from process_runs import PROCESSES
 
 import cdgrab
 from cdgrab.runtime import mean as exchange
+from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 
 
@@ -90,5 +91,5 @@ def test_tree_sum_is_the_sum(count):
 @pytest.mark.parametrize("dim", [1, 7, 24])
 def test_coordinates_are_divided_without_gaps(processes, dim):
     groups = [WorkerGroup(processes, rank, processes) for rank in range(processes)]
-    taken = [coordinate for group in groups for coordinate in range(dim)[group.coordinates(dim)]]
-    assert taken == list(range(dim)) and max(groups[0].widths(dim)) - min(groups[0].widths(dim)) <= 1
+    taken = [Division.even(group, dim).own(torch.arange(dim)) for group in groups]
+    assert torch.cat(taken).tolist() == list(range(dim)) and max(map(len, taken)) - min(map(len, taken)) <= 1

@@ -113,7 +113,7 @@ class Ledger:
         """The next gradients count as zero; like: a tensor of their type and device."""
         group, dim = self.sorter.group, self.sorter.dim
         if self.takes_shards:
-            self.observe_shard(like.new_zeros(group.workers, group.widths(dim)[group.rank]))
+            self.observe_shard(like.new_zeros(group.workers, self.sorter.division.width))
         else:
             self.observe(like.new_zeros(self.next_units(), dim))
 

@@ -113,17 +113,12 @@ class WorkerGroup:
         """How many of `dim` coordinates each process owns when they are divided."""
         return [dim // self.world_size + (rank < dim % self.world_size) for rank in range(self.world_size)]
 
-    def coordinates(self, dim: int) -> slice:
-        """The coordinates this process owns."""
-        widths = self.widths(dim)
-        start = sum(widths[: self.rank])
-        return slice(start, start + widths[self.rank])
-
-    def shard(self, rows: Tensor) -> Tensor:
-        """rows [..., dim] of every process -> [processes, ..., width]: this process's coordinates of all rows."""
+    def shard(self, rows: Tensor, widths: list[int] | None = None) -> Tensor:
+        """rows [..., dim] of every process -> [processes, ..., width]: this process's coordinates of all rows. widths:
+        how many each process owns, if they are not divided evenly."""
         if self.world_size == 1:
             return rows[None]
-        widths = self.widths(rows.shape[-1])
+        widths = widths or self.widths(rows.shape[-1])
         mine, count = widths[self.rank], rows.shape[:-1].numel()
         if count == 1:
             outgoing = rows.contiguous().flatten()
@@ -136,25 +131,26 @@ class WorkerGroup:
         self.traffic.sent += rows.nbytes - mine * count * rows.element_size()
         return out
 
-    def unshard(self, mine: Tensor, dim: int) -> Tensor:
+    def unshard(self, mine: Tensor, dim: int, widths: list[int] | None = None) -> Tensor:
         """[width] of every process -> [dim], on every process."""
         if self.world_size == 1:
             return mine
+        widths = widths or self.widths(dim)
         if not mine.is_cuda:
-            return self._exchanged(mine, dim)
-        widths = self.widths(dim)
-        padded = mine if len(mine) == widths[0] else torch.cat([mine, mine.new_zeros(widths[0] - len(mine))])
+            return self._exchanged(mine, widths)
+        longest = max(widths)
+        padded = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
         everybody = self.gather(padded)
-        if widths[-1] == widths[0]:
+        if min(widths) == longest:
             return everybody
         rows = everybody.view(self.world_size, -1)
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
-    def _exchanged(self, mine: Tensor, dim: int) -> Tensor:
+    def _exchanged(self, mine: Tensor, widths: list[int]) -> Tensor:
         """`unshard` in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are
         what takes time if processes share cores. gloo supports this on a CPU only."""
-        whole = mine.new_empty(dim)
-        parts = whole.split(self.widths(dim))
+        whole = mine.new_empty(sum(widths))
+        parts = whole.split(widths)
         others = [peer for peer in range(self.world_size) if peer != self.rank]
         with self.traffic.collective("exchange"):
             waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
@@ -164,12 +160,6 @@ class WorkerGroup:
                 wait.wait()
         self.traffic.sent += mine.nbytes * len(others)
         return whole
-
-    def unshard_rows(self, rows: Tensor, dim: int) -> Tensor:
-        """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
-        own = range(self.workers)[self.local]
-        whole = [row for worker, row in enumerate(self.unshard(row, dim) for row in rows) if worker in own]
-        return torch.stack(whole)  # unsharded one at a time, so that no process holds the rows of all workers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""

@@ -53,6 +53,10 @@ class Balancer:
             draws = [streams.symmetric_uniform(self.decisions, self._seed, "walk", w, epoch) for w in every]
             self._limits = self._width * torch.stack(draws, dim=1)
 
+    def size(self, rows: Tensor) -> int:
+        """Bytes of these rows, the same on every process: all of them must cut the epoch into the same blocks."""
+        return rows.nbytes
+
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
         limits = self.prepare(first, rows)[:, self.group.local]

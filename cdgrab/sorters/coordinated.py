@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance import kernels
+from cdgrab.runtime.division import Division
 from cdgrab.sorters.balancers import BLOCK_BYTES, Balancer
 from cdgrab.sorters.balancing import BalancingSorter
 
@@ -28,6 +29,7 @@ class CoordinatedBalancer(Balancer):
     def __init__(self, *, buffer_bytes: float, **settings) -> None:
         super().__init__(buffer_bytes=buffer_bytes, **settings)
         self.divided = self.group.divides(self.dim)
+        self.division = Division.even(self.group, self.dim)
         if self.group.world_size > 1:
             # Rows are sent in blocks: what arrives fills the buffer, or half of it if it replaces what was sent.
             self.block_bytes = buffer_bytes / (2 if self.divided else self.group.world_size)
@@ -36,11 +38,17 @@ class CoordinatedBalancer(Balancer):
     def sums(self) -> int:
         return 1
 
+    def size(self, rows: Tensor) -> int:
+        """As if this process had the most coordinates."""
+        if rows.shape[-1] == self.dim:
+            return rows.nbytes
+        return rows.shape[:-1].numel() * max(self.division.widths) * rows.element_size()
+
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs of all workers, [n, workers]; zeros if another process decides them."""
         if self.group.world_size == 1:
             return super().decide(first, rows)
-        blocks = rows.split(_rows_in(self.block_bytes, rows))
+        blocks = rows.split(_rows_in(self.block_bytes, len(rows), self.size(rows)))
         starts = accumulate(map(len, blocks[:-1]), initial=first)
         return torch.cat([self._decide_block(start, block) for start, block in zip(starts, blocks, strict=True)])
 
@@ -49,12 +57,12 @@ class CoordinatedBalancer(Balancer):
         limits = self.prepare(first, rows)
         if self.divided:
             if rows.shape[1] != self.group.workers:  # not divided yet
-                rows = self.group.shard(rows).transpose(0, 1).flatten(1, 2)
+                rows = self.division.shard(rows).transpose(0, 1).flatten(1, 2)
             return kernels.balance_divided(rows, self.running, limits, self.group.small_all_reduce)
         everybody = self.group.collect(rows.transpose(0, 1))
         if everybody is None:
             return torch.zeros(limits.shape, dtype=torch.int8)
-        at_once = _rows_in(BLOCK_BYTES, everybody.transpose(0, 1))  # the kernel copies rows, position by position
+        at_once = _rows_in(BLOCK_BYTES, len(limits), everybody.nbytes)  # the kernel copies rows, position by position
         parts = zip(everybody.split(at_once, 1), limits.split(at_once), strict=True)
         return torch.cat([self._kernels.balance(some.transpose(0, 1), self.running, its) for some, its in parts])
 
@@ -64,8 +72,14 @@ class CoordinatedBalancer(Balancer):
     def values(self) -> dict[str, Tensor]:
         """The whole running sum, wherever its coordinates are."""
         if self.divided:
-            return {"running": self.group.unshard(self.running[0], self.dim)[None]}
+            return {"running": self.division.unshard(self.running[0])[None]}
         return {"running": self.group.from_worker(0, self.running.clone())}
+
+    def divide(self, division: Division) -> None:
+        """Divide coordinates in another way from now on."""
+        self.running = self.division.unshard(self.running[0])[None]
+        self.division = division
+        self._keep_own_coordinates()
 
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
         super().load(values, epoch)
@@ -73,7 +87,7 @@ class CoordinatedBalancer(Balancer):
 
     def _keep_own_coordinates(self) -> None:
         if self.divided:
-            self.running = self.running[:, self.group.coordinates(self.dim)].clone()
+            self.running = self.division.own(self.running)
 
 
 class CoordinatedPairBalance(BalancingSorter):
@@ -87,6 +101,18 @@ class CoordinatedPairBalance(BalancingSorter):
         self.takes_shards = self._balancer.divided and self._sketch is None
         self._first_shard: Tensor | None = None  # of a pair that is still incomplete
 
+    @property
+    def division(self) -> Division:
+        """Which process gets which coordinates of the shards."""
+        return self._balancer.division
+
+    def divide(self, division: Division) -> None:
+        """Take shards that are divided in another way, from now on. All processes call this together."""
+        self.drain()
+        if self._first_shard is not None:
+            self._first_shard = division.shard(self.division.unshard_rows(self._first_shard)).flatten(0, 1)
+        self._balancer.divide(division)
+
     def observe_shard(self, shard: Tensor) -> None:
         """Like `observe` for the next position, with gradients that are already divided: this process's coordinates of
         all workers' gradients, [workers, width]. They belong to the sorter from now on; the caller checks whether they
@@ -94,7 +120,7 @@ class CoordinatedPairBalance(BalancingSorter):
         if not self.takes_shards:
             return super().observe_shard(shard)
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
-            self._first_shard = self.group.shard(self._unpaired[:, 0]).flatten(0, 1).to(shard)
+            self._first_shard = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(shard)
             self._unpaired = self._unpaired[:, :0]
         if self._first_shard is None:
             self._first_shard = shard if self.position + 1 < self.units else None
@@ -105,7 +131,7 @@ class CoordinatedPairBalance(BalancingSorter):
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         per_worker, common = super()._values()
         if self._first_shard is not None:
-            whole = self.group.unshard_rows(self._first_shard, self.row_dim).double()
+            whole = self.division.unshard_rows(self._first_shard).double()
             per_worker["_unpaired"] = whole[:, None]
         return per_worker, common
 
@@ -119,6 +145,6 @@ class CoordinatedPairBalance(BalancingSorter):
         return order
 
 
-def _rows_in(size: float, rows: Tensor) -> int:
-    """How many of the rows fit into this many bytes; at least one."""
-    return max(1, int(size * len(rows) / rows.nbytes))
+def _rows_in(block: float, rows: int, size: int) -> int:
+    """How many of these rows, of this size together, fit into a block; at least one."""
+    return max(1, int(block * rows / size))

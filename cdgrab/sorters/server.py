@@ -60,9 +60,10 @@ class OrderServer:
             raise CdgrabError(LOST)
         self._first = first if not self._collected else self._first
         self._collected.append(rows)
-        self._collected_bytes += rows.nbytes
+        size = self._balancer.size(rows)
+        self._collected_bytes += size
         self._next = first + len(rows)
-        if self._collected_bytes + rows.nbytes > self._balancer.block_bytes:
+        if self._collected_bytes + size > self._balancer.block_bytes:
             self.flush()
 
     def flush(self) -> None:
