@@ -70,6 +70,18 @@ def dealt(group, dim, size):
     return Division(group, (*(tuple(pieces[rank::sharing]) for rank in range(sharing)), ()))
 
 
+def in_pieces(sorter, gradient, moved):
+    """The shard of one unit, the last coordinates first. moved: another division, after the first piece."""
+    sorter.begin_shares(gradient)
+    for place in (slice(1, None), slice(0, 1)):
+        sorter.take_share(place, sorter.division.shard(gradient)[:, place])
+        if moved:
+            before = sorter.division
+            sorter.divide(moved)
+            sorter.divide(before)
+    sorter.end_shares()
+
+
 def orders_from_shares(group, shape, kind):
     """One worker per process, whose gradients are divided on the way to their mean. A block ends when there is no room
     for another row of the process with most coordinates."""
@@ -85,8 +97,10 @@ def orders_from_shares(group, shape, kind):
         for unit in range(units):
             average, shard = averager.average(gradients[group.rank, unit], want_shard=True)
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
-            evenly = sorter.division == Division.even(group, dim)
-            sorter.observe_shard(shard if evenly else sorter.division.shard(gradients[group.rank, unit]))
+            if sorter.division == Division.even(group, dim):
+                sorter.observe_shard(shard)
+            else:
+                in_pieces(sorter, gradients[group.rank, unit], moved=dealt(group, dim, 1) if unit == 5 else None)
             if unit in (2, 3):  # go on in another one, also amid a pair
                 saved = sorter.state_dict()
                 sorter = make()

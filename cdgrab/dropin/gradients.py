@@ -138,7 +138,9 @@ class ParallelGradients:
             ledger.observe(gradient[None])
         mean, shard = self._average(gradient, by_shards)
         if by_shards:
-            ledger.observe_shard(shard)
+            ledger.begin_shares(shard)
+            ledger.take_share(slice(None), shard)
+            ledger.end_shares()
         return mean
 
     def _refuse_half_accumulated(self) -> None:

@@ -104,18 +104,27 @@ class Ledger:
         sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
         self._finish_epoch()
 
-    def observe_shard(self, shard: Tensor) -> None:
-        """This process's coordinates of every worker's next gradient, [workers, width] (see `cdgrab.runtime.mean`)."""
-        self.sorter.observe_shard(self._clean(shard))
+    def begin_shares(self, like: Tensor) -> None:
+        """The next gradients follow in pieces, divided by coordinates: see `Sorter.begin_shares`."""
+        self.sorter.begin_shares(like)
+
+    def take_share(self, place: slice, share: Tensor) -> None:
+        """A piece, which may be overwritten here; see `Sorter.take_share`."""
+        self.sorter.take_share(place, self._clean(share))
+
+    def end_shares(self) -> None:
+        """All pieces have been taken."""
+        self.sorter.end_shares()
         self._finish_epoch()
 
     def observe_zero(self, like: Tensor) -> None:
         """The next gradients count as zero; like: a tensor of their type and device."""
-        group, dim = self.sorter.group, self.sorter.dim
+        sorter = self.sorter
         if self.takes_shards:
-            self.observe_shard(like.new_zeros(group.workers, self.sorter.division.width))
+            sorter.observe_shard(like.new_zeros(sorter.workers, sorter.division.width))
+            self._finish_epoch()
         else:
-            self.observe(like.new_zeros(self.next_units(), dim))
+            self.observe(like.new_zeros(self.next_units(), sorter.dim))
 
     def _finish_epoch(self) -> None:
         """All processes observe an epoch's last gradient, but one alone may ask for the next order: drain now."""

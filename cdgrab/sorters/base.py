@@ -13,6 +13,7 @@ from torch import Tensor
 from cdgrab import streams
 from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed
 from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.division import Division
 from cdgrab.runtime.fields import INT64, Field
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
@@ -36,7 +37,7 @@ class Sorter(WorkerState):
     label: str = ""  # in figures and tables
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False  # set to True for every subclass that defines `look`
-    takes_shards: bool = False  # whether `observe_shard` takes gradients divided by coordinates
+    takes_shards: bool = False  # whether gradients may come divided by coordinates: see `observe_shard`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -102,8 +103,30 @@ class Sorter(WorkerState):
         self.position = end
 
     def observe_shard(self, shard: Tensor) -> None:
-        """Like `observe` for one position, with gradients divided by coordinates; only if `takes_shards`."""
+        """Like `observe` for the next position, with gradients that are already divided: this process's coordinates of
+        all workers' gradients, [workers, width]; only if `takes_shards`. The caller checks whether they are finite."""
+        self.begin_shares(shard)
+        self.take_share(slice(0, shard.shape[1]), shard)
+        self.end_shares()
+
+    def begin_shares(self, like: Tensor) -> None:
+        """The next position's shard follows in pieces, as they come out of a backward pass. All processes call this
+        together. like: a tensor of a type that can hold them, on their device."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
+
+    def take_share(self, place: slice, share: Tensor) -> None:
+        """A piece of the shard, [workers, length of place]; place: where among the coordinates of this process. Any
+        order will do, but every coordinate must come once. Another thread may call this."""
+        raise NotImplementedError
+
+    def end_shares(self) -> None:
+        """All pieces have been taken. All processes call this together."""
+        raise NotImplementedError
+
+    def divide(self, division: Division) -> None:
+        """Take shards that are divided in another way, from now on. All processes call this together, between two
+        positions or after some pieces of one, which move along."""
+        raise NotImplementedError
 
     def by_shards(self, units_per_mean: int, sparse: bool) -> bool:
         """Shards or whole gradients: whether the shards that processes exchange to compute the mean gradient are all

@@ -99,7 +99,8 @@ class CoordinatedPairBalance(BalancingSorter):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         self.takes_shards = self._balancer.divided and self._sketch is None
-        self._first_shard: Tensor | None = None  # of a pair that is still incomplete
+        self._shares: Tensor | None = None  # [workers, width]: of a pair's first gradients, less those of the second
+        self._second = False  # whether the shares that are being taken are a pair's second ones
 
     @property
     def division(self) -> Division:
@@ -107,41 +108,49 @@ class CoordinatedPairBalance(BalancingSorter):
         return self._balancer.division
 
     def divide(self, division: Division) -> None:
-        """Take shards that are divided in another way, from now on. All processes call this together."""
+        if division == self.division:
+            return
         self.drain()
-        if self._first_shard is not None:
-            self._first_shard = division.shard(self.division.unshard_rows(self._first_shard)).flatten(0, 1)
+        if self._shares is not None:
+            self._shares = division.shard(self.division.unshard_rows(self._shares)).flatten(0, 1)
         self._balancer.divide(division)
 
-    def observe_shard(self, shard: Tensor) -> None:
-        """Like `observe` for the next position, with gradients that are already divided: this process's coordinates of
-        all workers' gradients, [workers, width]. They belong to the sorter from now on; the caller checks whether they
-        are finite."""
+    def begin_shares(self, like: Tensor) -> None:
         if not self.takes_shards:
-            return super().observe_shard(shard)
+            return super().begin_shares(like)
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
-            self._first_shard = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(shard)
+            self._shares = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(like)
             self._unpaired = self._unpaired[:, :0]
-        if self._first_shard is None:
-            self._first_shard = shard if self.position + 1 < self.units else None
-            return self._take(1, shard[:0])
-        rows, self._first_shard = self._first_shard.sub_(shard)[None], None
-        return self._take(1, rows)
+        self._second = self._shares is not None
+        if not self._second:
+            self._shares = like.new_empty(self.workers, self.division.width)
+
+    def take_share(self, place: slice, share: Tensor) -> None:
+        if self._second:
+            self._shares[:, place] -= share
+        else:
+            self._shares[:, place] = share
+
+    def end_shares(self) -> None:
+        rows = self._shares[None]
+        if self._second or self.position + 1 == self.units:  # the last of an odd number waits for no partner
+            self._shares = None
+        self._take(1, rows if self._second else rows[:0])
 
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         per_worker, common = super()._values()
-        if self._first_shard is not None:
-            whole = self.division.unshard_rows(self._first_shard).double()
+        if self._shares is not None:
+            whole = self.division.unshard_rows(self._shares).double()
             per_worker["_unpaired"] = whole[:, None]
         return per_worker, common
 
     def _load_values(self, per_worker: dict[str, Tensor], common: dict[str, object]) -> None:
-        self._first_shard = None
+        self._shares = None
         super()._load_values(per_worker, common)
 
     def next_order(self, epoch: int) -> Tensor:
         order = super().next_order(epoch)
-        self._first_shard = None
+        self._shares = None
         return order
 
 
