@@ -13,11 +13,13 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
 from experiments.data import wikitext
 from experiments.data.cache import cached
 from experiments.tasks import make_task
 from experiments.training.config import compose
+from experiments.training.evaluation import evaluate, evaluate_together
 from experiments.training.gradients import FlatParameters, at_once, gradient_function, over_replicas, summed
 from experiments.training.optimisers import Optimiser
 
@@ -338,11 +340,13 @@ def test_real_data_has_the_papers_counts():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients(device):
+def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(device, monkeypatch):
     """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")
+    if device == "cpu":  # few programs, since they run one by one
+        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 2048)
     settings = ["workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=3", "task.batch=4"]
-    run = compose(["task=lstm_wiki2", *settings, "task.chunk_length=3"])
+    run = compose(["task=lstm_wiki2", *settings, "task.chunk_length=2", "task.test_chunks=2", "task.test_columns=2"])
     task = make_task(run.config, run.source, torch.device(device))
     flat = FlatParameters(task.model)
     alone = over_replicas(gradient_function(task, flat, True, "backward"), 2, "backward")
@@ -360,3 +364,8 @@ def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients(device):
         for one, other in zip((gradients, wanted, *rest), results, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
             assert one.abs().max() > 0
+    owned = task.partition(torch.empty(0))[:, :2].to(device)
+    together = evaluate_together(task, flat.unflatten(parameters[:2]), owned.expand(2, -1, -1))
+    for vector, metrics in zip(parameters, together, strict=False):
+        alone = evaluate(task, flat.unflatten(vector), owned, WorkerGroup(2), at_once=True)
+        assert metrics == pytest.approx(alone, rel=1e-12)

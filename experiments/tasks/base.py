@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 
 from cdgrab import streams
 from cdgrab.errors import CdgrabError
@@ -36,7 +36,7 @@ class Task:
     dataset: ModuleType  # with `locate(data, root)` and `load(source)`, as in `experiments.data`
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
     evaluated_at_once: int | None = None  # units; None: all of a worker's
-    evaluated_together = False  # whether a GPU evaluates several runs at once, by vmap: for small models
+    evaluated_together = False  # whether a GPU evaluates several runs at once: for small models
 
     data: dict[str, tuple[Tensor, ...]]  # by split (train, test): the tensors [units, ...] that `fetch` reads
     model: nn.Module
@@ -110,6 +110,10 @@ class Task:
         """What is measured on `units` [n] of one or more workers, with a few units in memory at a time."""
         at_once = self.evaluated_at_once or max(1, len(units))
         return add_totals([self.measure(split, parameters, some) for some in units.split(at_once)])
+
+    def totals_together(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        """The same of several runs, parameters [runs, ...] and units [runs, n], or [n] for all: sums [runs]."""
+        return vmap(partial(self.totals, split), in_dims=(0, 0 if units.dim() > 1 else None))(parameters, units)
 
     def first_carry(self, workers: int) -> tuple[Tensor, ...]:
         """The carry of some workers at the start of an epoch, tensors [workers, ...]."""

@@ -121,18 +121,34 @@ class LstmWiki2(Task):
     def write_gradients(self) -> Callable[..., tuple] | None:
         return self._write_gradients if find_spec("triton") and self.config.hidden <= IN_REGISTERS else None
 
+    @property
+    def evaluated_together(self) -> bool:
+        return self.write_gradients is not None
+
     def totals(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
-        if split == "train":
-            # the columns of several workers side by side: [chunks, chunk_length, workers, columns]
-            owned = units.sort().values.view(len((units // self.chunks).unique()), -1)
-            inputs, targets = (chunks.movedim(0, 2).flatten(0, 1).flatten(1, 2) for chunks in self.fetch(split, owned))
-        else:
-            inputs, targets = (columns.T for columns in self.fetch(split, units))
-        losses = self._losses_in_order(parameters, inputs, targets).double()
-        totals = {"loss": losses.sum(), "count": torch.tensor(losses.numel())}
+        return self._sums(split, self._losses_in_order(parameters, *self._text(split, units)))
+
+    def totals_together(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        from experiments.tasks.lstm_batched import losses_in_order
+
+        text = self._text(split, units.view(-1, units.shape[-1])[0])  # every run has the same units
+        return self._sums(split, torch.cat(list(losses_in_order(parameters, *text)), dim=1))
+
+    def _sums(self, split: str, losses: Tensor) -> dict[str, Tensor]:
+        """From the losses of a text [..., time, columns]."""
+        losses = losses.double()
+        totals = {"loss": losses.sum((-2, -1))}
         if split == "test":
-            totals["full_chunks"] = losses[: self._test_chunks * self.config.chunk_length].sum()
-        return totals
+            totals["full_chunks"] = losses[..., : self._test_chunks * self.config.chunk_length, :].sum((-2, -1))
+        return totals | {"count": torch.full_like(totals["loss"], losses.shape[-2:].numel())}
+
+    def _text(self, split: str, units: Tensor) -> tuple[Tensor, Tensor]:
+        """The words of some units in the order of the text, and those that follow them: [time, columns] each."""
+        if split == "test":
+            return tuple(columns.T for columns in self.fetch(split, units))
+        # the columns of several workers side by side: [chunks, chunk_length, workers, columns]
+        owned = units.sort().values.view(len((units // self.chunks).unique()), -1)
+        return tuple(chunks.movedim(0, 2).flatten(0, 1).flatten(1, 2) for chunks in self.fetch(split, owned))
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
         """`test_ppl_authors` is the number that the published code calls perplexity: the sum of the mean losses of all

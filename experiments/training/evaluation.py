@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.tasks.base import Task
@@ -49,12 +47,12 @@ def evaluate_together(task: Task, parameters: dict[str, Tensor], owned: Tensor) 
     """The same, all units of all workers at once, for runs that share their data: parameters [runs, ...], owned [runs,
     workers, units]."""
 
-    def totals(split: str, units: Tensor, own: int | None) -> list[dict[str, float]]:
-        sums = vmap(partial(task.totals, split), in_dims=(0, own))(parameters, units)
+    def totals(split: str, units: Tensor) -> list[dict[str, float]]:
+        sums = task.totals_together(split, parameters, units)
         rows = torch.stack([tensor.to(owned.device) for tensor in sums.values()], dim=1).tolist()
         return [dict(zip(sums, row, strict=True)) for row in rows]
 
-    train, test = totals("train", owned.flatten(1), 0), totals("test", torch.arange(task.test_units).to(owned), None)
+    train, test = totals("train", owned.flatten(1)), totals("test", torch.arange(task.test_units).to(owned))
     return list(map(task.metrics, train, test))
 
 
