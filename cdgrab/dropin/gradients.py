@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,8 +15,9 @@ from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.refusals import REENTRANT, refuse_other_processes, refuse_sparse_gradients
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.ddp import BucketHook
+from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.runtime.mean import Averager
+from cdgrab.runtime.overlap import OverlappingHook
 from cdgrab.sparsify import Sparsifier, sparsifier_of
 
 WIRE = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,22 +39,20 @@ class ObservedModel:
         self._refuse(self.model is not model or model._compiled_call_impl is not None, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
-        self._hook: BucketHook | None = None
+        self._hook: BucketHook | OverlappingHook | None = None
         self._handles: list = []
-        average = Averager(group, self.dim, wire=WIRE[compress]).average
-        if sparsifier:
-            self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
-            average = partial(_sparse_average, ledger)
         if ledger.unit == "example":
             inner = self.model.module if self._parallel else self.model
             self.gradients = ExampleGradients(inner, self.parameters, ledger)
-            if compress or sparsifier:
-                self._hook = BucketHook(self.parameters, lambda gradient: average(gradient)[0], self.sparsifier)
-        elif self._parallel:
-            self.gradients = ParallelGradients(self.parameters, ledger, average)
-            self._hook = BucketHook(self.parameters, self.gradients.average, self.sparsifier)
         else:
-            self.gradients = PlainGradients(self.parameters, ledger)
+            self.gradients = (ParallelGradients if self._parallel else PlainGradients)(self.parameters, ledger)
+        observer = self.gradients if ledger.unit == "batch" else None  # examples are observed beside the averaging
+        if sparsifier:
+            self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
+            average = partial(_sparse_average, ledger, observer)
+            self._hook = BucketHook(self.parameters, average, self.sparsifier)
+        elif self._parallel and (observer or compress):
+            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress])
 
     def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
@@ -112,13 +111,11 @@ class PlainGradients:
 
 
 class ParallelGradients:
-    """Observes what DDP averages. Here hooks on the parameters only count backward passes.
+    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks on the parameters only count
+    backward passes."""
 
-    average: like `Averager.average`.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger, average: Callable) -> None:
-        self._parameters, self._ledger, self._average = parameters, ledger, average
+    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
+        self._parameters, self._ledger, self.take_share = parameters, ledger, ledger.take_share
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 
     def hook(self) -> list:
@@ -128,20 +125,24 @@ class ParallelGradients:
         if self._ledger.unit_complete():
             self._ledger.observe_zero(self._parameters[0])
 
-    def average(self, gradient: Tensor) -> Tensor:
-        """The mean over all processes; gradient [dim]: this process's."""
-        ledger, active = self._ledger, self._ledger.is_active()
-        if active:
-            self._refuse_half_accumulated()
-        by_shards = active and ledger.takes_shards
-        if active and not by_shards:
-            ledger.observe(gradient[None])
-        mean, shard = self._average(gradient, by_shards)
-        if by_shards:
-            ledger.begin_shares(shard)
-            ledger.take_share(slice(None), shard)
-            ledger.end_shares()
-        return mean
+    def begin(self, like: Tensor) -> str:
+        if not self._ledger.is_active():
+            return "nothing"
+        self._refuse_half_accumulated()
+        if not self._ledger.takes_shards:
+            return "whole"
+        self._ledger.begin_shares(like)
+        return "shares"
+
+    def divide(self, division: Division) -> None:
+        if self._ledger.takes_shards:
+            self._ledger.sorter.divide(division)
+
+    def end(self, whole: Tensor | None) -> None:
+        if whole is None:
+            self._ledger.end_shares()
+        else:
+            self._ledger.observe(whole[None])
 
     def _refuse_half_accumulated(self) -> None:
         passes, wanted = self._ledger.end_unit(), self._ledger.accumulation_steps
@@ -175,13 +176,15 @@ class ParallelGradients:
             )
 
 
-def _sparse_average(ledger: Ledger, gradient: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient: Tensor) -> Tensor:
     """Residuals are kept without the scaler's scale, which may change. After an overflow the result is NaN, so that the
     scaler skips the step."""
+    if observer and observer.begin(gradient) == "whole":
+        observer.end(gradient)
     scale = ledger.scale()
     try:
-        return ledger.sparsifier.reduce(gradient[None] / scale) * scale, None
+        return ledger.sparsifier.reduce(gradient[None] / scale) * scale
     except NotFiniteError:
         if ledger.scaler is None:
             raise
-        return torch.full_like(gradient, torch.nan), None
+        return torch.full_like(gradient, torch.nan)

@@ -1,4 +1,4 @@
-"""The whole gradient of a DistributedDataParallel model, from the buckets that DDP hands over.
+"""The whole gradient of a DistributedDataParallel model, from the buckets that DDP hands over, for sparsifiers.
 
 DDP passes gradients on in buckets, and regroups the buckets after the first iteration. Here they are collected into one
 vector whose coordinates stay where they are: every bucket gets a future, its gradients are copied to the places of
@@ -43,10 +43,7 @@ class BucketHook:
 
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
-        try:
-            model.register_comm_hook(self, BucketHook.communicate)
-        except RuntimeError as error:
-            raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
+        register(model, self, BucketHook.communicate)
         if self._debtor and getattr(model, "find_unused_parameters", False):
             self._used = set()
             for name, (parameter, _) in self._places.items():
@@ -82,7 +79,7 @@ class BucketHook:
             with self._waiting():
                 return self._average(self._gradient)
         except NotFiniteError as error:
-            _after_backward(partial(_fail, error))
+            after_backward(partial(_fail, error))
             return torch.full_like(self._gradient, torch.nan)
 
     def _waiting(self) -> AbstractContextManager:
@@ -107,7 +104,15 @@ class Debtor(Protocol):
     def holding_back(self, places: Sequence[slice]) -> AbstractContextManager: ...
 
 
-def _after_backward(call: Callable[[], None]) -> None:
+def register(model: nn.Module, hook: object, communicate: Callable) -> None:
+    """Let DDP call `communicate(hook, bucket)` for every bucket instead of its all-reduce."""
+    try:
+        model.register_comm_hook(hook, communicate)
+    except RuntimeError as error:
+        raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
+
+
+def after_backward(call: Callable[[], None]) -> None:
     """DDP queues its own last step after the hooks have run. To run after that step, queue a callback that queues."""
     queue = Variable._execution_engine.queue_callback
     queue(partial(queue, call))

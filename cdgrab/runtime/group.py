@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -113,9 +113,9 @@ class WorkerGroup:
         """How many of `dim` coordinates each process owns when they are divided."""
         return [dim // self.world_size + (rank < dim % self.world_size) for rank in range(self.world_size)]
 
-    def shard(self, rows: Tensor, widths: list[int] | None = None) -> Tensor:
+    def shard(self, rows: Tensor, widths: list[int] | None = None, out: Tensor | None = None) -> Tensor:
         """rows [..., dim] of every process -> [processes, ..., width]: this process's coordinates of all rows. widths:
-        how many each process owns, if they are not divided evenly."""
+        how many each process owns, if they are not divided evenly; out: where the result goes."""
         if self.world_size == 1:
             return rows[None]
         widths = widths or self.widths(rows.shape[-1])
@@ -124,7 +124,7 @@ class WorkerGroup:
             outgoing = rows.contiguous().flatten()
         else:  # the coordinates for one process must be contiguous
             outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
-        out = rows.new_empty((self.world_size, *rows.shape[:-1], mine))
+        out = rows.new_empty((self.world_size, *rows.shape[:-1], mine)) if out is None else out
         sizes = [width * count for width in widths]
         with self.traffic.collective("all-to-all"):
             dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
@@ -147,19 +147,30 @@ class WorkerGroup:
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
     def _exchanged(self, mine: Tensor, widths: list[int]) -> Tensor:
-        """`unshard` in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are
-        what takes time if processes share cores. gloo supports this on a CPU only."""
         whole = mine.new_empty(sum(widths))
+        whole.split(widths)[self.rank].copy_(mine)
+        self.spread(whole, widths)
+        return whole
+
+    def spread(self, whole: Tensor, widths: list[int], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """`unshard` in place: whole [dim], where every process has filled in its own coordinates. `meanwhile` is called
+        while they travel.
+
+        On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are what
+        takes time if processes share cores. gloo supports this on a CPU only."""
         parts = whole.split(widths)
+        if whole.is_cuda:
+            meanwhile()
+            whole.copy_(self.unshard(parts[self.rank], len(whole), widths))
+            return
         others = [peer for peer in range(self.world_size) if peer != self.rank]
         with self.traffic.collective("exchange"):
             waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
-            waits += [dist.isend(mine, group=self.channel, group_dst=peer) for peer in others]
-            parts[self.rank].copy_(mine)
+            waits += [dist.isend(parts[self.rank], group=self.channel, group_dst=peer) for peer in others]
+            meanwhile()
             for wait in waits:
                 wait.wait()
-        self.traffic.sent += mine.nbytes * len(others)
-        return whole
+        self.traffic.sent += parts[self.rank].nbytes * len(others)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""

@@ -75,11 +75,13 @@ class CoordinatedBalancer(Balancer):
             return {"running": self.division.unshard(self.running[0])[None]}
         return {"running": self.group.from_worker(0, self.running.clone())}
 
-    def divide(self, division: Division) -> None:
-        """Divide coordinates in another way from now on."""
-        self.running = self.division.unshard(self.running[0])[None]
+    def divide(self, division: Division, empty: bool) -> None:
+        """Divide coordinates in another way from now on. empty: the running sum is zero, so that nothing moves."""
+        if empty:
+            self.running = self.running.new_zeros(1, division.width)
+        else:
+            self.running = division.own(self.division.unshard(self.running[0])[None])
         self.division = division
-        self._keep_own_coordinates()
 
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
         super().load(values, epoch)
@@ -100,7 +102,8 @@ class CoordinatedPairBalance(BalancingSorter):
         super().__init__(**options)
         self.takes_shards = self._balancer.divided and self._sketch is None
         self._shares: Tensor | None = None  # [workers, width]: of a pair's first gradients, less those of the second
-        self._second = False  # whether the shares that are being taken are a pair's second ones
+        self._taken = False  # whether there is anything in them
+        self._second = False  # whether those that are being taken are a pair's second ones
 
     @property
     def division(self) -> Division:
@@ -111,9 +114,11 @@ class CoordinatedPairBalance(BalancingSorter):
         if division == self.division:
             return
         self.drain()
-        if self._shares is not None:
+        if self._shares is not None and self._taken:
             self._shares = division.shard(self.division.unshard_rows(self._shares)).flatten(0, 1)
-        self._balancer.divide(division)
+        elif self._shares is not None:
+            self._shares = self._shares.new_empty(self.workers, division.width)
+        self._balancer.divide(division, empty=self.position < 2)
 
     def begin_shares(self, like: Tensor) -> None:
         if not self.takes_shards:
@@ -121,11 +126,12 @@ class CoordinatedPairBalance(BalancingSorter):
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
             self._shares = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(like)
             self._unpaired = self._unpaired[:, :0]
-        self._second = self._shares is not None
+        self._second = self._taken = self._shares is not None
         if not self._second:
             self._shares = like.new_empty(self.workers, self.division.width)
 
     def take_share(self, place: slice, share: Tensor) -> None:
+        self._taken = True
         if self._second:
             self._shares[:, place] -= share
         else:

@@ -1,0 +1,222 @@
+"""The gradients of a DistributedDataParallel model, averaged bucket by bucket while the backward pass goes on.
+
+Every bucket is divided by coordinates and exchanged as soon as DDP hands it over: on a CPU by a thread with its own
+channel, on a GPU on a stream. What a process receives on the way, its coordinates of everybody's gradients, is what
+coordinated ordering needs. DDP regroups its buckets after the first step, and with them the division changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from cdgrab.runtime.ddp import after_backward, common_dtype, places, register
+from cdgrab.runtime.division import Division
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.mean import tree_sum
+
+
+class Observer(Protocol):
+    """What becomes of the gradients besides their mean. All methods but `take_share` are called in the thread of the
+    backward pass, by all processes together."""
+
+    def begin(self, like: Tensor) -> str:
+        """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), or nothing."""
+
+    def take_share(self, place: slice, share: Tensor) -> None:
+        """This process's coordinates of everybody's gradients, [processes, width]; see `Sorter.take_share`."""
+
+    def divide(self, division: Division) -> None:
+        """Shares are divided in another way from now on."""
+
+    def end(self, whole: Tensor | None) -> None:
+        """The step is complete; whole [dim]: this process's gradient, if it was wanted."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A bucket: its parameters' slices of the whole gradient, how many coordinates each process gets, and where this
+    process keeps its own; None: not known yet."""
+
+    parameters: tuple[int, ...]
+    slices: list[slice]
+    widths: list[int]
+    place: slice | None = None
+
+
+class OverlappingHook:
+    """A communication hook. observer: None if nobody but DDP wants the gradients; wire: the type in which numbers are
+    sent, if not their own."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: WorkerGroup,
+        observer: Observer | None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self._places, self._dtype = places(parameters), common_dtype([*parameters, torch.empty(0)])
+        self._dim = sum(parameter.numel() for parameter in parameters)
+        self._group, self._observer, self._wire = group, observer, wire
+        self._on_cpu = parameters[0].device.type == "cpu"
+        self._pieces: list[Piece] = []
+        self._regrouped = False  # some pieces of this step have no place yet
+        self._held: list[tuple[Piece, Tensor]] = []  # their shares
+        self._wanted = "nothing"
+        self._whole: Tensor | None = None  # reused, like the next: allocating memory takes longer than writing to it
+        self._received: Tensor | None = None
+        self._error: Exception | None = None
+
+    def register(self, model: nn.Module) -> None:
+        """Let DDP call this hook instead of its all-reduce."""
+        register(model, self, OverlappingHook.communicate)
+        self._beside = _Thread(self._group) if self._on_cpu else _Stream(self._group)
+
+    # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
+    def communicate(self, bucket):
+        """DDP calls this for each bucket, in the order of their indices. Returns a future."""
+        buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self._begin(buffer)
+        piece = self._piece(bucket)
+        if self._wanted == "whole":
+            self._keep(piece, bucket.gradients())
+        promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._beside.run(partial(self._exchange, piece, buffer, promise))
+        return promise
+
+    def _begin(self, buffer: Tensor) -> None:
+        self._error, self._held, self._regrouped = None, [], False
+        if self._observer:
+            self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
+        after_backward(self._end)
+
+    def _piece(self, bucket: object) -> Piece:
+        index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
+        if index == len(self._pieces) or self._pieces[index].parameters != parameters:
+            slices = [self._places[name][1] for name in parameters]
+            piece = Piece(parameters, slices, self._widths(bucket.buffer().numel(), index))
+            self._pieces, self._regrouped = [*self._pieces[:index], piece], True
+        if bucket.is_last() and index + 1 < len(self._pieces):
+            self._pieces, self._regrouped = self._pieces[: index + 1], True
+        return self._pieces[index]
+
+    def _widths(self, length: int, index: int) -> list[int]:
+        """Even ones; a short piece is sent whole, in one round instead of two, and one process in turn keeps it."""
+        group = self._group
+        if group.divides(length):
+            return group.widths(length)
+        return [length * (rank == index % group.world_size) for rank in range(group.world_size)]
+
+    def _keep(self, piece: Piece, gradients: list[Tensor]) -> None:
+        if self._whole is None or self._whole.device != gradients[0].device:
+            self._whole = gradients[0].new_zeros(self._dim, dtype=self._dtype)
+        kept = [self._whole[place].view_as(one) for place, one in zip(piece.slices, gradients, strict=True)]
+        torch._foreach_copy_(kept, gradients)
+
+    # -- beside the backward pass -------------------------------------------------------------------------------------
+
+    def _exchange(self, piece: Piece, buffer: Tensor, promise: Future) -> None:
+        """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
+        would wait for ever for a hook that raised an error."""
+        try:
+            if self._error is None:
+                self._average(piece, buffer)
+        except Exception as error:
+            self._error = error
+        promise.set_result(buffer)
+
+    def _average(self, piece: Piece, buffer: Tensor) -> None:
+        group, sent = self._beside.group, buffer if self._wire is None else buffer.to(self._wire)
+        take = partial(self._take, piece)
+        if not group.divides(len(buffer)):
+            rows = group.gather(sent[None]).to(buffer.dtype)
+            torch.div(tree_sum(rows), group.workers, out=buffer)
+            return take(rows[:, : piece.widths[group.rank]])
+        share = group.shard(sent, piece.widths, out=self._room(sent, piece.widths[group.rank])).to(buffer.dtype)
+        sent.split(piece.widths)[group.rank].copy_(tree_sum(share).div_(group.workers))
+        group.spread(sent, piece.widths, meanwhile=partial(take, share))
+        if self._wire is not None:
+            buffer.copy_(sent)
+
+    def _room(self, sent: Tensor, width: int) -> Tensor:
+        """Memory for what is received, of the size of the largest bucket."""
+        needed, room = width * self._group.world_size, self._received
+        if room is None or len(room) < needed or room.dtype != sent.dtype:
+            self._received = room = sent.new_empty(needed)
+        return room[:needed].view(self._group.world_size, width)
+
+    def _take(self, piece: Piece, share: Tensor) -> None:
+        if self._wanted != "shares":
+            return
+        if self._regrouped and piece.place is None:
+            self._held.append((piece, share.clone()))
+        else:
+            self._observer.take_share(piece.place, share)
+
+    # -- after it -----------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._regrouped and self._observer:
+            self._divide()
+        for piece, share in self._held:
+            self._observer.take_share(piece.place, share)
+        self._held = []
+        if self._wanted != "nothing":
+            self._observer.end(self._whole if self._wanted == "whole" else None)
+
+    def _divide(self) -> None:
+        """Give every piece its place, one behind the other."""
+        rank, start = self._group.rank, 0
+        for piece in self._pieces:
+            piece.place = slice(start, start + piece.widths[rank])
+            start = piece.place.stop
+        parts = [_dealt(piece.slices, piece.widths) for piece in self._pieces]
+        of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
+        self._observer.divide(Division(self._group, tuple(of_ranks)))
+
+
+def _dealt(slices: Sequence[slice], widths: Sequence[int]) -> list[list[slice]]:
+    """The slices, one behind the other, dealt to processes: the first widths[0] coordinates to the first, and so on."""
+    remaining, dealt = list(slices), []
+    for width in widths:
+        dealt.append([])
+        while width:
+            part = remaining.pop(0)
+            end = min(part.start + width, part.stop)
+            dealt[-1].append(slice(part.start, end))
+            width -= end - part.start
+            if end < part.stop:
+                remaining.insert(0, slice(end, part.stop))
+    return dealt
+
+
+class _Thread:
+    """Does jobs one after the other in a thread with a channel of its own, in the same order on every process."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self._pool = group.new_channel(), ThreadPoolExecutor(1, "exchange")
+
+    def run(self, job: Callable[[], None]) -> None:
+        self._pool.submit(job)
+
+
+class _Stream:
+    """Does jobs at once, on a stream of a GPU: collectives only queue there."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self._stream = group, torch.cuda.Stream()
+
+    def run(self, job: Callable[[], None]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            job()
