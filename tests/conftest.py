@@ -41,10 +41,10 @@ def make(name, workers=3, units=8, dim=5, **options):
 
 
 def make_gradients(kind, epochs, workers, units, dim, seed=0):
-    """[epochs, workers, units, dim]. Those that are neither `random` nor `cancelling` are whole multiples of `units`:
-    sums, means and inner products are then exact in floating point, so that exact ties are ties for every
-    implementation. `cancelling`: neighbouring workers have the same fractions, so that an even number of them leaves a
-    running sum of exactly zero."""
+    """[epochs, workers, units, dim]. Those that are `repeated`, `tied` or `zero` are whole multiples of `units`: sums,
+    means and inner products are then exact in floating point, so that exact ties are ties for every implementation.
+    `cancelling`: neighbouring workers have the same fractions, so that an even number of them leaves a running sum of
+    exactly zero. `nearly tied`: few coordinates differ from zero, and what units share is tiny."""
     rng = np.random.default_rng(seed)
     shape = (epochs, workers, units, dim)
     values = {
@@ -56,8 +56,17 @@ def make_gradients(kind, epochs, workers, units, dim, seed=0):
             rng.normal(size=(epochs, -(-workers // 2), units, dim)).repeat(2, axis=1)[:, :workers]
             * (np.arange(units) % 2 == 0)[:, None]
         ),
+        "nearly tied": lambda: nearly_tied(rng, *shape),
     }[kind]()
     return torch.from_numpy(values.astype(np.float64))
+
+
+def nearly_tied(rng, *shape, tiny=1e-8):
+    """One number at random in every vector, and a tiny one in the first place of all."""
+    values = np.zeros(shape)
+    np.put_along_axis(values, rng.integers(shape[-1], size=(*shape[:-1], 1)), rng.normal(size=(*shape[:-1], 1)), -1)
+    values[..., 0] = tiny * rng.normal(size=shape[:-1])
+    return values
 
 
 def feed(sorter, gradients, cuts=(), start=0):

@@ -16,7 +16,7 @@ from experiments.training import snapshot
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, rows that are long
 SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33), (4, 6, 9001), (2, 9, 8), (6, 8, 700)]
-KINDS = ["random", "repeated", "tied", "zero", "cancelling"]
+KINDS = ["random", "repeated", "tied", "zero", "cancelling", "nearly tied"]
 OPTIONS = ({"rule": "walk"}, {"sketch": "countsketch", "sketch_size": 4}, {"background": True})
 EPOCHS = 2
 WAYS = {  # blocks of all rows, of one row, of some

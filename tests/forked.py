@@ -48,7 +48,7 @@ def load_kernels():
         for dim in (1, compiled.LONG):
             rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
             kernels.balance(rows, running, limits)
-            kernels.balance_divided(rows, running, limits, lambda products: products)
+            kernels.balance_divided(rows, running, limits)
     compiled.balance_centred(sums[None], sums, sums, sums, limits)
     compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
 

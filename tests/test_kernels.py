@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+import threading
 import types
 
+import numpy as np
 import pytest
 import torch
-from conftest import normal, uniform
+from conftest import nearly_tied, normal, uniform
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from cdgrab.balance import kernels
 from cdgrab.balance import rules as balance
@@ -66,8 +70,7 @@ def long_rows_by(how, monkeypatch):
     if how != "divided":
         return types.SimpleNamespace(balance=kernels.optional("cpu").balance)
     monkeypatch.setattr(kernels.optional("divided"), "ROWS_AT_ONCE", 10)
-    alone = lambda products: products  # noqa: E731
-    return types.SimpleNamespace(balance=lambda *arguments: kernels.balance_divided(*arguments, alone))
+    return types.SimpleNamespace(balance=kernels.balance_divided)
 
 
 @rules
@@ -152,6 +155,74 @@ def test_rows_that_cancel_are_ties(how, dim, workers, dtype, monkeypatch):
     assert_ties(module, "cpu", *cancelling_rows(72 // workers, workers, dim, dtype))
 
 
+class Shards:
+    """Threads in place of processes that hold some coordinates each."""
+
+    def __init__(self, count):
+        self._held, self._everybody = [None] * count, threading.Barrier(count)
+
+    def gather(self, rank, tensor):
+        self._held[rank] = tensor.clone()
+        self._everybody.wait()
+        found = list(self._held)
+        self._everybody.wait()
+        return found
+
+    def balance(self, rows, running, limits):
+        """Like `kernels.balance`; every thread must find the same signs."""
+        parts = zip(rows.tensor_split(len(self._held), 2), running.tensor_split(len(self._held), 1), strict=True)
+        found = [None] * len(self._held)
+
+        def work(rank, some, mine):
+            def settle(few, at, its_limits):
+                whole, r = (torch.cat(self.gather(rank, part), 1) for part in (few, at))
+                return kernels.balance(whole[None], r, its_limits[None])[0]
+
+            def total(products):
+                return products.copy_(sum(self.gather(rank, products)))
+
+            found[rank] = kernels.balance_divided(some, mine, limits, total, settle, rows.shape[2])
+
+        threads = [threading.Thread(target=work, args=(rank, *part)) for rank, part in enumerate(parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(signs, found[0]) for signs in found)
+        return found[0]
+
+
+def near_ties(kind, rng, shape):
+    """Rows [positions, workers, dim] whose inner products are, or nearly are, zero."""
+    if kind == "tiny":
+        return nearly_tied(rng, *shape, tiny=10.0 ** rng.integers(-20, -5))
+    if kind == "tenths":
+        return rng.integers(-2, 3, size=shape) / 10
+    signs = rng.choice([-1, 1], (*shape[:2], 1))
+    if kind == "repeated":
+        return rng.normal(size=(3, shape[2]))[rng.integers(3, size=shape[:2])] * signs
+    rows = rng.normal(size=shape)
+    return rows + signs * rows[..., ::-1] if kind == "mirrored" else rows
+
+
+@given(
+    st.sampled_from(["tiny", "tenths", "repeated", "mirrored", "random"]),
+    st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 7, 33]), st.sampled_from([1, 5, 513, 2049, 9001])),
+    st.integers(2, 4),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+@example("tiny", (20, 2, 40_000), 2, torch.float64, False, 0)
+def test_shards_give_the_signs_of_whole_rows_also_at_near_ties(kind, shape, processes, dtype, walk, seed):
+    rng = np.random.default_rng(seed)
+    rows = torch.from_numpy(near_ties(kind, rng, shape)).to(dtype)
+    limits = 1e-12 * walk * torch.from_numpy(rng.uniform(-1, 1, shape[:2]))
+    alone, divided = torch.zeros(2, 1, shape[2], dtype=torch.float64)
+    expected = kernels.balance(rows, alone, limits)
+    assert torch.equal(Shards(processes).balance(rows, divided, limits), expected) and torch.equal(divided, alone)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("workers, dim", [(64, 62_006), (16, 1_080_000), (4, 7_000_000)])
 def test_signs_on_a_gpu_are_those_of_float64_but_for_rounding_and_the_same_every_time(workers, dim):
@@ -192,7 +263,7 @@ with warnings.catch_warnings(record=True) as warned:
             sorter.observe(range(9), torch.randn(3, 9, 5, dtype=torch.float64, generator=generator))
         print(name, sorter.order(2).tolist())
     rows = torch.randn(100, 2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for balance in (kernels.gram.balance, lambda *a: kernels.balance_divided(*a, lambda products: products)):
+    for balance in (kernels.gram.balance, kernels.balance_divided):
         running, limits = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(100, 2, dtype=torch.float64)
         print(balance(rows, running, limits).flatten().tolist(), [f"{x:.9f}" for x in running[0].tolist()])
 print(*[w.message for w in warned if "is not installed" in str(w.message)], sep="\\n", file=sys.stderr)
@@ -236,4 +307,4 @@ def test_compiled_loops_refuse_sizes_that_would_lead_them_outside(name, sizes):
 def test_divided_loops_refuse_them_too():
     rows, running, limits = (torch.zeros(size, dtype=torch.float64) for size in ((4, 2, 5), (1, 4), (4, 2)))
     with pytest.raises(CdgrabError, match="must have shape"):
-        kernels.balance_divided(rows, running, limits, lambda products: products)
+        kernels.balance_divided(rows, running, limits)

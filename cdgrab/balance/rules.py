@@ -24,8 +24,8 @@ import math
 import torch
 from torch import Tensor
 
-# In these loops rows that cancel leave exactly zero: a tie. Where inner products are computed for blocks of rows,
-# rounding may leave a tiny remainder; relative to the terms it is treated as zero.
+# In these loops rows that cancel leave exactly zero: a tie. Where inner products are computed for blocks of rows (on a
+# GPU, and without numba), rounding may leave a tiny remainder; relative to the terms it is treated as zero.
 ROUNDING = 2.0**-46
 
 

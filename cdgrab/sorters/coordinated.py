@@ -3,6 +3,7 @@ one process or on several."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,8 @@ class CoordinatedBalancer(Balancer):
     process, which decides all signs and distributes them at the epoch's end. It holds the rows of all workers for as
     many positions as fill `buffer_bytes`, but at least one (64 workers on 4 processes: at most 64 × 16,384 numbers).
     Long rows are divided by coordinates: every process keeps its shard of all rows and of the running sum, and the
-    inner products of the shards are summed over the processes. Then no process holds the rows of all workers.
+    inner products of the shards are summed over the processes. Then no process holds the rows of all workers. At
+    near-ties, where rounding could change a sign, up to four rows are put together and decided by the first process.
     """
 
     common = True
@@ -57,14 +59,25 @@ class CoordinatedBalancer(Balancer):
         limits = self.prepare(first, rows)
         if self.divided:
             if rows.shape[1] != self.group.workers:  # not divided yet
-                rows = self.division.shard(rows).transpose(0, 1).flatten(1, 2)
-            return kernels.balance_divided(rows, self.running, limits, self.group.small_all_reduce)
+                rows = self._division_here().shard(rows).transpose(0, 1).flatten(1, 2)
+            others = (self.group.small_all_reduce, self._settle, self.dim)
+            return kernels.balance_divided(rows, self.running, limits, *others)
         everybody = self.group.collect(rows.transpose(0, 1))
         if everybody is None:
             return torch.zeros(limits.shape, dtype=torch.int8)
         at_once = _rows_in(BLOCK_BYTES, len(limits), everybody.nbytes)  # the kernel copies rows, position by position
         parts = zip(everybody.split(at_once, 1), limits.split(at_once), strict=True)
         return torch.cat([self._kernels.balance(some.transpose(0, 1), self.running, its) for some, its in parts])
+
+    def _settle(self, rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+        """Signs [n] of a few divided rows [n, width], as one process decides them: the first one."""
+        unshard = self._division_here().unshard
+        whole, r = (torch.stack([unshard(row) for row in some]) for some in (rows, running))
+        return self.group.from_worker(0, self._kernels.balance(whole[None], r, limits[None])[0])
+
+    def _division_here(self) -> Division:
+        """By the channel of this balancer, which may decide in a thread while others use that of the division."""
+        return replace(self.division, group=self.group)
 
     def local(self, signs: Tensor) -> Tensor:
         return (signs if self.divided else self.group.from_worker(0, signs))[:, self.group.local]

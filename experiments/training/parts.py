@@ -85,7 +85,7 @@ def warm_up_shards(parameters: Tensor) -> None:
     """The same for a sorter that takes shards."""
     rows = parameters.new_zeros(1, 1, 1)
     running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=parameters.device) for _ in range(2))
-    kernels.balance_divided(rows, running, limits, lambda products: products)
+    kernels.balance_divided(rows, running, limits)
 
 
 def progress_bar(title: str, steps: int, done: int) -> tqdm:

@@ -34,12 +34,11 @@ def for_device(device: torch.device) -> ModuleType:
 
 @cache
 def _for_shards(on_gpu: bool) -> Callable[..., Tensor]:
-    if on_gpu:
-        return gram.balance
-    if found := optional("divided"):
+    if not on_gpu and (found := optional("divided")):
         return found.balance_divided
-    _warn("numba is not installed: signs are decided by slower operations on blocks of rows")
-    return gram.balance
+    if not on_gpu:
+        _warn("numba is not installed: signs are decided by slower operations on blocks of rows")
+    return lambda rows, running, limits, total, settle, dim: gram.balance(rows, running, limits, total)
 
 
 def _warn(sentence: str) -> None:
@@ -51,10 +50,33 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
     return for_device(rows.device).balance(rows, running, limits)
 
 
-def balance_divided(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Like `balance` with one running sum, where each process holds only some coordinates: rows [positions, workers,
-    width], running [1, width]. `total` sums a tensor over all processes."""
-    return _for_shards(rows.is_cuda)(rows, running, limits, total)
+def _whole(products: Tensor) -> Tensor:
+    return products
+
+
+def _settle_whole(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
+    return balance(rows[None], running.clone(), limits[None])[0]
+
+
+def balance_divided(
+    rows: Tensor,
+    running: Tensor,
+    limits: Tensor,
+    total: Callable[[Tensor], Tensor] = _whole,
+    settle: Callable[[Tensor, Tensor, Tensor], Tensor] = _settle_whole,
+    dim: int | None = None,
+) -> Tensor:
+    """Like `balance` with one running sum, where each process holds only some of `dim` coordinates: rows [positions,
+    workers, width], running [1, width]. By default there is one process, and it holds all.
+
+    total   sums a tensor over all processes
+    settle  the signs [n] of rows [n, width] whose inner products with the running sum are within rounding error of
+            their limits [n]: those of `balance`, from whole rows, the same on every process
+
+    With numba signs are those of `balance`, to the last one. Without it, and on a GPU, nothing is settled: inner
+    products within rounding error of their limits count as ties.
+    """
+    return _for_shards(rows.is_cuda)(rows, running, limits, total, settle, dim or rows.shape[2])
 
 
 def balance_centred(

@@ -33,7 +33,7 @@ fast = njit(cache=_keep, nogil=True, fastmath={"reassoc", "contract"})
 
 
 @fast
-def _inner(r, v):
+def inner_product(r, v):
     total = 0.0
     for i in range(r.size):
         total += r[i] * v[i]
@@ -43,7 +43,7 @@ def _inner(r, v):
 @fast
 def _step(r, v, limit):
     """Decide one sign and add the signed vector to the running sum."""
-    if _inner(r, v) <= limit:
+    if inner_product(r, v) <= limit:
         for i in range(r.size):
             r[i] += v[i]
         return 1
@@ -198,7 +198,7 @@ def _balance_kh(rows, running, q, penalties, uniforms, signs):
 
 
 @fast
-def decide(gram, inner, limits, signs):
+def _decide(gram, inner, limits, signs):
     """Signs of rows from their products with each other (`gram`, read on and right of the diagonal) and with r
     (`inner`, overwritten).
 
@@ -221,7 +221,7 @@ def decide(gram, inner, limits, signs):
 @fast
 def _recursion(gram, inner, limits, signs):
     for b in range(len(inner)):
-        decide(gram[b], inner[b], limits[b], signs[b])
+        _decide(gram[b], inner[b], limits[b], signs[b])
 
 
 def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
