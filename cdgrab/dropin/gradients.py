@@ -12,10 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 from cdgrab.dropin.examples import ExampleGradients
 from cdgrab.dropin.hooks import BackwardPasses, flat
 from cdgrab.dropin.ledger import Ledger
-from cdgrab.dropin.refusals import REENTRANT, refuse_other_processes, refuse_sparse_gradients
+from cdgrab.dropin.refusals import (
+    REENTRANT,
+    refuse_new_parameters,
+    refuse_other_processes,
+    refuse_sparse_gradients,
+)
+from cdgrab.dropin.sharded import ShardedGradients
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.division import Division
+from cdgrab.runtime.fsdp import is_sharded, sharded_modules
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.overlap import OverlappingHook
 from cdgrab.sparsify import Sparsifier, sparsifier_of
@@ -33,7 +40,11 @@ class ObservedModel:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
         self.model, self._ledger = getattr(model, "_orig_mod", model), ledger  # of torch.compile
+        self._sharded = sharded_modules(self.model)
+        for module in self._sharded:
+            module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._names = {name for name, parameter in self.model.named_parameters() if is_sharded(parameter)}
         self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._parallel = isinstance(self.model, DistributedDataParallel)
         self._refuse(self.model is not model or model._compiled_call_impl is not None, group)
@@ -41,7 +52,9 @@ class ObservedModel:
         self.sparsifier: Sparsifier | None = None
         self._hook: BucketHook | OverlappingHook | None = None
         self._handles: list = []
-        if ledger.unit == "example":
+        if self._sharded:
+            self.gradients = ShardedGradients(self._sharded, self.parameters, ledger, group)
+        elif ledger.unit == "example":
             inner = self.model.module if self._parallel else self.model
             self.gradients = ExampleGradients(inner, self.parameters, ledger)
         else:
@@ -59,8 +72,11 @@ class ObservedModel:
             raise CdgrabError("the model has no parameters that need a gradient")
         if compiled and self._ledger.unit == "example":
             raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
-        if group.world_size > 1 and not self._parallel:
-            raise CdgrabError(f"{group.world_size} processes, but the model is not wrapped in DistributedDataParallel")
+        if group.world_size > 1 and not self._parallel and not self._sharded:
+            processes = f"{group.world_size} processes, but the model is not wrapped in DistributedDataParallel"
+            raise CdgrabError(f"{processes}, nor is any part of it under fully_shard")
+        if self._sharded and self._ledger.unit == "example":
+            raise CdgrabError("unit='example' needs whole parameters, and FSDP divides them; use unit='batch'")
         if self._parallel:
             refuse_other_processes(group, self.model.process_group)
             refuse_sparse_gradients(self.model.module)
@@ -68,6 +84,8 @@ class ObservedModel:
     def _refuse_averaging(self, compress: str | None, sparsifier: str | None, options: dict) -> None:
         if compress not in WIRE:
             raise CdgrabError(f"compress must be bf16 or fp16, got {compress!r}")
+        if (compress or sparsifier) and self._sharded:
+            raise CdgrabError("with FSDP use MixedPrecisionPolicy(reduce_dtype=…) instead of compress and sparsifier")
         if (compress or sparsifier) and not self._parallel:
             raise CdgrabError("compress and sparsifier need a model wrapped in DistributedDataParallel")
         if compress and sparsifier:
@@ -83,6 +101,10 @@ class ObservedModel:
                 self._hook.register(self.model)
             except CdgrabError as error:
                 raise CdgrabError(f"{error}; use attach's compress= or sparsifier= instead of that hook") from error
+
+    def refuse_new_parameters(self) -> None:
+        """FSDP may have put those of the last forward pass in place of the sharded ones."""
+        refuse_new_parameters(self.model, self.parameters, self._names)
 
     def stop(self) -> None:
         for handle in self._handles:

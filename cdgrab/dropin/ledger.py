@@ -108,9 +108,9 @@ class Ledger:
         """The next gradients follow in pieces, divided by coordinates: see `Sorter.begin_shares`."""
         self.sorter.begin_shares(like)
 
-    def take_share(self, place: slice, share: Tensor) -> None:
+    def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         """A piece, which may be overwritten here; see `Sorter.take_share`."""
-        self.sorter.take_share(place, self._clean(share))
+        self.sorter.take_share(place, self._clean(share), add)
 
     def end_shares(self) -> None:
         """All pieces have been taken."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -34,11 +34,35 @@ def refuse_gpu_only(group: WorkerGroup) -> None:
 def refuse_other_processes(group: WorkerGroup, process_group: object) -> None:
     """DDP and the sampler must have the same processes."""
     theirs = one_worker_per_process(process_group)
-    if (theirs.rank, theirs.world_size) != (group.rank, group.world_size):
+    _refuse_other_processes(group, theirs.rank, theirs.world_size, "DDP")
+
+
+def _refuse_other_processes(group: WorkerGroup, rank: int, processes: int, whose: str) -> None:
+    if (rank, processes) != (group.rank, group.world_size):
         raise CdgrabError(
-            f"this is process {group.rank} of {group.world_size} for the sampler and {theirs.rank} of "
-            f"{theirs.world_size} for DDP: make the sampler after init_process_group, and with process_group=… if DDP "
-            "has one"
+            f"this is process {group.rank} of {group.world_size} for the sampler and {rank} of {processes} for "
+            f"{whose}: make the sampler after init_process_group, and with process_group=… if {whose} has one"
+        )
+
+
+def refuse_other_shards(group: WorkerGroup, parameters: Sequence[nn.Parameter]) -> None:
+    """FSDP and the sampler must have the same processes, each with its own data."""
+    for parameter in parameters:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if not placements[-1].is_shard() or not all(placement.is_replicate() for placement in placements[:-1]):
+            raise CdgrabError(
+                "parameters that are divided by tensor parallelism or by replicate are not supported: call fully_shard "
+                "with a mesh of data-parallel processes only"
+            )
+        _refuse_other_processes(group, mesh.mesh.flatten().tolist().index(mesh.get_rank()), mesh.size(), "FSDP")
+
+
+def refuse_replicas(parameters: Sequence[nn.Parameter]) -> None:
+    """HSDP, for a sorter that balances everybody's gradients against each other."""
+    if any(parameter.device_mesh.ndim > 1 for parameter in parameters):
+        raise CdgrabError(
+            "HSDP adds up the replicas' gradients before anybody can compare them: use a mesh of one dimension, or "
+            "sketch='countsketch'"
         )
 
 
@@ -48,11 +72,12 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
             raise CdgrabError(f"DDP does not pass on sparse gradients, which {name} produces; use sparse=False")
 
 
-def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter]) -> None:
-    """Parameters that were frozen, or did not exist, when the sampler was attached."""
+def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter], names: Collection[str] = ()) -> None:
+    """Parameters that were frozen, or did not exist, when the sampler was attached. names: of those that may be others
+    at the moment."""
     identities = {id(parameter) for parameter in known}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in identities:
+        if parameter.requires_grad and id(parameter) not in identities and name not in names:
             raise CdgrabError(
                 f"{name} needs a gradient now and did not when the sampler was attached: attach a new sampler when the "
                 "model is complete and on its device"

@@ -112,7 +112,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if self._began < 0:  # not in every epoch: the search takes time
             refusals.refuse_wrappers(self)
         if self._model and sorter.needs_gradients:
-            refusals.refuse_new_parameters(self._model.model, self._model.parameters)
+            self._model.refuse_new_parameters()
         only_looked = 0 < sorter.position < sorter.units and sorter.position == self._began
         if not ledger.resuming and not only_looked:
             self._next_order()

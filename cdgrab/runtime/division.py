@@ -36,6 +36,10 @@ class Division:
         """How many coordinates this process owns."""
         return self.widths[self.group.rank]
 
+    def sizes(self) -> list[int]:
+        """How many coordinates there are in each of this process's pieces."""
+        return list(map(_size, self.pieces[self.group.rank]))
+
     def own(self, whole: Tensor) -> Tensor:
         """[..., dim] -> [..., width]: a copy of this process's coordinates."""
         return torch.cat([whole[..., :0], *(whole[..., piece] for piece in self.pieces[self.group.rank])], dim=-1)

@@ -114,9 +114,9 @@ class Sorter(WorkerState):
         together. like: a tensor of a type that can hold them, on their device."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
-    def take_share(self, place: slice, share: Tensor) -> None:
+    def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         """A piece of the shard, [workers, length of place]; place: where among the coordinates of this process. Any
-        order will do, but every coordinate must come once. Another thread may call this."""
+        order will do, but every coordinate must come; if it comes again, `add` it. Another thread may call this."""
         raise NotImplementedError
 
     def end_shares(self) -> None:

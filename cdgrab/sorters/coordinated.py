@@ -143,10 +143,12 @@ class CoordinatedPairBalance(BalancingSorter):
         if not self._second:
             self._shares = like.new_empty(self.workers, self.division.width)
 
-    def take_share(self, place: slice, share: Tensor) -> None:
+    def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         self._taken = True
         if self._second:
             self._shares[:, place] -= share
+        elif add:
+            self._shares[:, place] += share
         else:
             self._shares[:, place] = share
 

@@ -1,0 +1,164 @@
+"""The gradients of modules under FSDP2 (`torch.distributed.fsdp.fully_shard`), from an exchange in place of its
+reduce-scatter.
+
+FSDP reduces the gradients of one module after the other, each cut into the parts of the processes, padded to equal
+length. Here an all-to-all of the same traffic gives every process its part of everybody's gradients, and FSDP the mean
+of them. Then FSDP calls the hooks of these parameters, in the order in which their gradients lie there. This tells
+whose gradients they are, whichever module comes first and whichever parameters took no part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.division import Division
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.mean import tree_sum
+
+Take = Callable[[nn.Parameter, Tensor], None]
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `fully_shard` was called for. Those of its predecessor are refused."""
+    library = sys.modules.get("torch.distributed.fsdp")  # nobody shards without importing it, and that takes long
+    if library is None:
+        return []
+    if any(isinstance(module, library.FullyShardedDataParallel) for module in model.modules()):
+        raise CdgrabError(
+            "FullyShardedDataParallel shows nobody's gradients: use fully_shard of torch.distributed.fsdp instead"
+        )
+    return [module for module in model.modules() if isinstance(module, library.FSDPModule)]
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "placements")
+
+
+def part_size(parameter: nn.Parameter, processes: int) -> int:
+    """How many numbers of a parameter (or of its gradient) each process gets, padding included: whole rows, if it is
+    sharded."""
+    rows = len(parameter) if is_sharded(parameter) and parameter.placements[-1].is_shard(0) else parameter.numel()
+    return -(-rows // processes) * (parameter.numel() // rows)
+
+
+def division(parameters: Sequence[nn.Parameter], group: WorkerGroup) -> Division:
+    """Who gets which coordinates of the gradient of all parameters. Coordinates of a parameter that is not sharded by
+    its first dimension are counted shard by shard."""
+    starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
+    every = list(zip(parameters, starts, strict=False))
+
+    def own(rank: int) -> tuple[slice, ...]:
+        parts = ((start, parameter.numel(), part_size(parameter, group.world_size)) for parameter, start in every)
+        return tuple(
+            slice(start + min(rank * part, size), start + min((rank + 1) * part, size)) for start, size, part in parts
+        )
+
+    return Division(group, tuple(own(rank) for rank in range(group.world_size)))
+
+
+class ShardHook:
+    """Takes the place of the reduce-scatter of all sharded modules.
+
+    take(parameter, rows): called for every parameter that has got a gradient. rows: this process's part of everybody's
+    gradient, [processes, width]; with `whole`, this process's gradient, [1, size].
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+        group: WorkerGroup,
+        take: Take,
+        whole: bool,
+    ) -> None:
+        self._modules, self._parameters, self._group = modules, parameters, group
+        self._take, self._whole = take, whole
+        self._rows: Tensor | None = None  # what has just been reduced, [processes, size of all parts]
+        self._buffers: list[Tensor] = []  # the last two, if this process is alone: then FSDP only copies
+        self._offset = 0  # where the next parameter's gradient begins in there
+        self._handles: list = []
+        self._before: list[tuple] = []
+        self._divisor = float(group.world_size)
+
+    @property
+    def _groups(self) -> list:
+        return [group for module in self._modules for group in module._get_fsdp_state()._fsdp_param_groups]
+
+    def register(self) -> None:
+        self._refuse()
+        for group in self._groups:
+            self._before.append((group, group._reduce_scatter_comm, group.gradient_divide_factor))
+            self._divisor = group.gradient_divide_factor or self._divisor
+        for module in self._modules:
+            module.set_custom_reduce_scatter(self)
+            if self._group.world_size == 1:
+                continue
+            module.set_gradient_divide_factor(1.0)  # gradients arrive as they are and are divided here
+            module.set_force_sum_reduction_for_comms(True)  # without this FSDP asks for a sum of products
+        for parameter in self._parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._next))
+
+    def _refuse(self) -> None:
+        for module in self._modules:
+            if len(module._get_fsdp_state()._fsdp_param_groups) > 1:
+                raise CdgrabError("a module whose parameters are sharded over different meshes is not supported")
+        if any(type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter" for group in self._groups):
+            raise CdgrabError("the model has a reduce-scatter of its own already, and FSDP takes only one")
+        if len({group.gradient_divide_factor for group in self._groups}) > 1:
+            raise CdgrabError("the model's modules have different gradient divide factors; give all of them the same")
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for group, reduce_scatter, divisor in self._before:
+            group._reduce_scatter_comm, group.gradient_divide_factor = reduce_scatter, divisor
+        self._handles, self._before = [], []
+
+    def refuse_changes(self) -> None:
+        alone = self._group.world_size == 1
+        divided = any(group.gradient_divide_factor != 1 for group in self._groups) and not alone
+        if divided or any(group._reduce_scatter_comm is not self for group in self._groups):
+            raise CdgrabError(
+                "set_custom_reduce_scatter or set_gradient_divide_factor was called after sampler.attach: attach last"
+            )
+
+    def synchronises(self) -> bool:
+        """Whether gradients are reduced in backward passes, instead of being accumulated by this process."""
+        return all(group.reduce_grads for group in self._groups)
+
+    # -- called by FSDP -----------------------------------------------------------------------------------------------
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """First for what is reduced, then for the result."""
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        if self._group.world_size == 1:
+            self._buffers = [*self._buffers[-1:], buffer]
+            self._rows, self._offset = self._buffers[0][None], 0
+        return buffer
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
+        processes = WorkerGroup(group.size(), group.rank(), group.size(), self._group.traffic, group)
+        rows = processes.shard(input_tensor)
+        total = tree_sum(rows.float() if rows.element_size() < 4 else rows)  # better than FSDP's own sum in 16 bits
+        output_tensor.copy_(total / self._divisor)
+        self._rows, self._offset = input_tensor.view_as(rows) if self._whole else rows, 0
+
+    def _next(self, parameter: nn.Parameter) -> None:
+        """The gradient of this parameter is the next one."""
+        part = part_size(parameter, len(self._rows))
+        rows = self._rows[:, self._offset : self._offset + part]
+        self._offset += part
+        if self._whole:
+            self._take(parameter, rows.flatten()[None, : parameter.numel()])
+        else:
+            self._take(parameter, rows[:, : parameter.to_local().numel()])
+        if self._offset == self._rows.shape[1]:
+            self._rows, self._buffers = None, []
