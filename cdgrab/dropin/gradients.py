@@ -151,6 +151,8 @@ class ParallelGradients:
         if not self._ledger.is_active():
             return "nothing"
         self._refuse_half_accumulated()
+        if not self._ledger.its_turn():
+            return "nothing"
         if not self._ledger.takes_shards:
             return "whole"
         self._ledger.begin_shares(like)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 
 from torch import Tensor
 
+from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.refusals import REENTRANT
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
@@ -15,8 +19,11 @@ from cdgrab.sparsify.base import Sparsifier
 
 
 class Ledger:
-    """Matches gradients with batches. Every batch needs a backward pass; otherwise gradients are attributed to the
-    wrong batches."""
+    """Credits gradients to batches, first in, first out (see `Outstanding`), and passes them on to the sorter.
+
+    The sorter is told a gradient only if its batch is the one whose turn it is. A loop that fetches the next epoch's
+    batches before the last gradients are in gets an order without these; they come too late and are not told.
+    """
 
     def __init__(self, batch_size: int, accumulation_steps: int, unit: str) -> None:
         self.batch_size, self.accumulation_steps, self.unit = batch_size, accumulation_steps, unit
@@ -28,9 +35,14 @@ class Ledger:
         self.not_finite = False  # a gradient of this epoch was not finite
         self.handed_out = 0  # batches of this epoch
         self.passes = 0  # backward passes of the current unit
-        self.reader: object = None  # the only iterator allowed to hand out batches; older ones are refused
+        self.reader: BatchIterator | None = None  # the only iterator that may hand out batches; older ones are refused
         self.last_event = ""  # see `BatchIterator.state_dict`
-        self._ahead: int | None = None  # how far the loader reads ahead; it never reads further than at the first pass
+        self.outstanding = Outstanding()
+        self.backward_seen = False  # in this iteration, whatever batch it belonged to
+        self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
+        self.lock: AbstractContextManager = nullcontext()  # between gradients and a thread that reads batches
+        self._thread = 0  # the one that trains
+        self._current: Batch | None = None  # the batch of the last backward pass
 
     @property
     def takes_shards(self) -> bool:
@@ -45,11 +57,28 @@ class Ledger:
 
     def next_units(self) -> int:
         """How many units the next gradients belong to."""
-        return min(self.batch_size, self.sorter.units - self.sorter.position) if self.unit == "example" else 1
+        return len(self.outstanding.waiting[0].examples) if self.unit == "example" else 1
 
-    def hand_out_from_here(self) -> None:
-        """Start an epoch, or continue one after the batches that are done."""
-        self.handed_out, self.passes, self._ahead = self.batches_done(), 0, None
+    def train_in_this_thread(self) -> None:
+        """Batches may be read in another one from now on."""
+        self.lock, self._thread = threading.RLock(), threading.get_ident()
+
+    def read_elsewhere(self) -> bool:
+        """Whether this is another thread than the one that trains."""
+        return self._thread not in (0, threading.get_ident())
+
+    def begin(self, read_out: bool, reads_on: bool) -> None:
+        """An iteration begins; see `Outstanding.begin`."""
+        self.outstanding.steady = not self.read_elsewhere()
+        self.outstanding.begin(read_out, reads_on)
+        self.backward_seen, self.left_early = False, ""
+        if not self.outstanding.waiting:
+            self.passes = 0
+
+    def forget(self, ahead: int | None) -> None:
+        """A state was loaded, so that nothing is outstanding; ahead: see `Outstanding.forget`."""
+        self.outstanding.forget(ahead)
+        self.handed_out, self.passes = self.batches_done(), 0
 
     def is_active(self) -> bool:
         """Whether an epoch is under way, so that gradients belong to a batch."""
@@ -60,23 +89,32 @@ class Ledger:
         if not self.is_active():
             return False
         self.last_event = "backward"
-        ahead = self.handed_out - self.batches_done() - self.passes - 1
-        if ahead < 0:
+        if not self.outstanding.waiting:
             raise CdgrabError(
                 f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, and "
                 f"run others inside `with sampler.paused():` ({REENTRANT})"
             )
-        if self._ahead is not None and ahead > self._ahead:
-            warnings.warn(
-                "a batch had no backward pass, so the next gradient was attributed to it: call sampler.skip() for "
-                "batches that are left out",
-                stacklevel=4,
-            )
-        self._ahead = ahead if self._ahead is None else max(ahead, self._ahead)
+        self._settle()
         return True
+
+    def _settle(self) -> None:
+        found = self.outstanding.settle(self.reader.read_out and self.reader.rest)
+        if found.dropped:
+            self.passes = 0
+            if self.left_early:
+                warnings.warn(self.left_early, stacklevel=5)
+        if found.doubtful:
+            warnings.warn(
+                "a batch had no backward pass, so it is uncertain which batches the next gradients belong to, and the "
+                "rest of this epoch does not count: call sampler.skip() for batches that are left out (a loop that "
+                "from now on fetches more batches ahead counts again in the next epoch)",
+                stacklevel=5,
+            )
+        self.backward_seen, self.left_early = True, ""
 
     def count_pass(self) -> None:
         """Count one more backward pass of the current unit."""
+        self._current = self.outstanding.use()
         self.passes += 1
 
     def end_unit(self) -> int:
@@ -87,7 +125,7 @@ class Ledger:
     def unit_complete(self) -> bool:
         """Count a backward pass of the current unit. Returns whether it was the last one."""
         self.count_pass()
-        if self.passes < self.accumulation_steps:
+        if (self._current.index + 1) % self.accumulation_steps:
             return False
         self.end_unit()
         return True
@@ -96,13 +134,25 @@ class Ledger:
         """The factor that the scaler multiplies gradients by."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def its_turn(self) -> bool:
+        """Whether the sorter waits for the gradient of the current batch, or of the unit that it completes."""
+        epoch, index, _ = self._current
+        steps = 1 if self.unit == "example" else self.accumulation_steps
+        next_one = (self.sorter.epoch, self.batches_done() + steps - 1)
+        return self.outstanding.counts and (epoch, index) == next_one
+
     def observe(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
-        sorter, start = self.sorter, self.sorter.position
-        if not sorter.needs_gradients:  # it was made before the model was known, with dim 1
-            gradients = gradients.new_zeros(len(gradients), sorter.dim)
-        sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
-        self._finish_epoch()
+        with self.lock:
+            if self.unit == "example":
+                self._current = self.outstanding.use()
+            if not self.its_turn():
+                return
+            sorter, start = self.sorter, self.sorter.position
+            if not sorter.needs_gradients:  # it was made before the model was known, with dim 1
+                gradients = gradients.new_zeros(len(gradients), sorter.dim)
+            sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
+            self._finish_epoch()
 
     def begin_shares(self, like: Tensor) -> None:
         """The next gradients follow in pieces, divided by coordinates: see `Sorter.begin_shares`."""
@@ -121,8 +171,9 @@ class Ledger:
         """The next gradients count as zero; like: a tensor of their type and device."""
         sorter = self.sorter
         if self.takes_shards:
-            sorter.observe_shard(like.new_zeros(sorter.workers, sorter.division.width))
-            self._finish_epoch()
+            if self.its_turn():
+                sorter.observe_shard(like.new_zeros(sorter.workers, sorter.division.width))
+                self._finish_epoch()
         else:
             self.observe(like.new_zeros(self.next_units(), sorter.dim))
 
@@ -145,22 +196,42 @@ class Ledger:
 class BatchIterator(Iterator[list[int]]):
     """Hands out the batches of an epoch. The epoch starts with the first batch, since some iterators are never used.
 
-    start: starts or continues an epoch, and returns the remaining batches.
+    start: starts or continues an epoch, and returns the remaining batches. reader: the generator that reads this
+    iterator, if it is one: it may read the next one, too (timm's MultiEpochsDataLoader).
     """
 
-    def __init__(self, ledger: Ledger, start: Callable[[], list[list[int]]]) -> None:
-        self._ledger, self._start = ledger, start
-        self._batches: Iterator[list[int]] | None = None
+    def __init__(self, ledger: Ledger, start: Callable[[BatchIterator], list[Batch]], reader: FrameType | None) -> None:
+        self._ledger, self._start, self.reader = ledger, start, reader
+        self._batches: list[Batch] | None = None
+        self._next = 0
 
     def __next__(self) -> list[int]:
-        if self._batches is None:
-            self._batches, self._ledger.reader = iter(self._start()), self
-        batch = next(self._batches)
-        if self._ledger.reader is not self:
-            raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
-        self._ledger.handed_out += 1
-        self._ledger.last_event = "batch"
-        return batch
+        ledger = self._ledger
+        with ledger.lock:
+            if self._batches is None:
+                self._batches, ledger.reader = self._start(self), self
+            if ledger.reader is self:
+                ledger.outstanding.ask()
+            if self.read_out:
+                raise StopIteration
+            if ledger.reader is not self:
+                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
+            batch = self._batches[self._next]
+            self._next += 1
+            ledger.outstanding.waiting.append(batch)
+            ledger.handed_out += batch.epoch == ledger.sorter.epoch
+            ledger.last_event = "batch"
+            return batch.examples
+
+    @property
+    def rest(self) -> bool:
+        """Whether these are only the last batches of an epoch."""
+        return bool(self._batches and self._batches[0].index)
+
+    @property
+    def read_out(self) -> bool:
+        """Whether all batches were handed out."""
+        return self._batches is not None and self._next == len(self._batches)
 
     def state_dict(self) -> dict:
         """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.

@@ -93,6 +93,15 @@ def refuse_wrappers(sampler: object) -> None:
             raise CdgrabError(sentences[type(found)])
 
 
+def refuse_threads(group: WorkerGroup, in_a_thread: bool) -> None:
+    """An order of an epoch whose gradients are not all in takes a decision of all processes, at one moment."""
+    if in_a_thread and group.world_size > 1:
+        raise CdgrabError(
+            "batches of the next epoch are read in a thread while gradients of this one are still to come: with "
+            "several processes let the thread end with the epoch, or read batches where the model is trained"
+        )
+
+
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
     """Whether a state fits. One that does not is refused, unless `repartition` asks for a new start."""
     details = differences(there, here)

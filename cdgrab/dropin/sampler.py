@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from cdgrab.checks import count, one_of, random_seed, refuse_unknown_options
+from cdgrab.checks import MOST, count, one_of, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
+from cdgrab.dropin.outstanding import Batch
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
-from cdgrab.runtime.fields import is_plain
+from cdgrab.runtime.fields import INT64, Field, is_plain, refuse_others
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
@@ -76,6 +80,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self.ledger = Ledger(self.batch_size, self.accumulation_steps, unit)
         self._model: ObservedModel | None = None
         self._waiting: dict | None = None  # a state that was loaded before `attach`
+        self._late: list[Batch] = []  # of the epoch before, to be used first: a state says so that was loaded
         self._began = -1  # the position at which the last iteration began; -1: none yet, or none since a load
         if not SORTERS[sorter].needs_gradients:
             self._make_sorter(1)  # its orders do not need a model
@@ -99,36 +104,43 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> BatchIterator:
         """The batches of the next epoch; after `load_state_dict` the rest of the interrupted one."""
-        return BatchIterator(self.ledger, self._start_epoch)
+        caller = sys._getframe(1)
+        reader = caller if caller.f_code.co_flags & inspect.CO_GENERATOR else None
+        return BatchIterator(self.ledger, self._start_epoch, reader)
 
     def set_epoch(self, epoch: int) -> None:
         """Does nothing; it exists because scripts call it on a DistributedSampler. The sampler counts epochs itself."""
 
-    def _start_epoch(self) -> list[list[int]]:
+    def _start_epoch(self, iterator: BatchIterator) -> list[Batch]:
         """Start or continue an epoch. Returns the remaining batches."""
-        sorter, ledger = self.sorter, self.ledger
+        sorter, ledger, last = self.sorter, self.ledger, self.ledger.reader
         if sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
         if self._began < 0:  # not in every epoch: the search takes time
             refusals.refuse_wrappers(self)
         if self._model and sorter.needs_gradients:
             self._model.refuse_new_parameters()
-        only_looked = 0 < sorter.position < sorter.units and sorter.position == self._began
-        if not ledger.resuming and not only_looked:
-            self._next_order()
+        if ledger.backward_seen:
+            self._late = []
+        reads_on = last is not None and iterator.reader is not None and iterator.reader is last.reader
+        ledger.begin(last is not None and last.read_out, reads_on and self._model is not None)
+        only_looked = not ledger.outstanding.may_be_held() and sorter.position == self._began
+        if not ledger.resuming and not (only_looked and 0 < sorter.position < sorter.units):
+            self._next_order(only_looked)
         ledger.resuming, self._began, self._waiting = False, sorter.position, None
-        ledger.hand_out_from_here()
-        return self._in_order(sorter.order(sorter.epoch)[0].tolist())[ledger.handed_out :]
+        ledger.handed_out = first = ledger.batches_done()
+        batches = self._in_order(sorter.order(sorter.epoch)[0].tolist())[first:]
+        return self._late + [Batch(sorter.epoch, index, batch) for index, batch in enumerate(batches, first)]
 
     def _in_order(self, order: list[int]) -> list[list[int]]:
         if self.unit == "example":
             return [batch.tolist() for batch in self._own[order].split(self.batch_size)]
         return [batch for unit in order for batch in self._own[unit]]
 
-    def _next_order(self) -> None:
-        sorter, epoch = self.sorter, self.sorter.epoch
-        if epoch >= 0 and sorter.needs_gradients and not sorter.position:
-            if self.ledger.handed_out == self._batches:
+    def _next_order(self, only_looked: bool) -> None:
+        sorter, ledger, epoch = self.sorter, self.ledger, self.sorter.epoch
+        if epoch >= 0 and sorter.needs_gradients and not sorter.position and only_looked:
+            if ledger.handed_out == self._batches:
                 _warn(
                     f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (or, "
                     "to look at batches only, make a loader without this sampler)"
@@ -136,15 +148,22 @@ class OrderedBatchSampler(Sampler[list[int]]):
             return  # otherwise somebody only looked at a batch
         unseen = sorter.units - sorter.position if epoch >= 0 else 0
         if unseen and sorter.needs_gradients:
+            refusals.refuse_threads(self.group, ledger.read_elsewhere())
             name = "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
-            _warn(
+            sentence = (
                 f"epoch {epoch} ended with {unseen} of {sorter.units} {name} without a gradient; they "
                 "keep their order (they are the last: call sampler.skip() for batches left out in between)"
             )
-        if self.ledger.not_finite:
+            if ledger.outstanding.waiting:
+                ledger.left_early = sentence  # told at the next backward pass, if it has dropped them
+            else:
+                _warn(sentence)
+            if not sorter.position:
+                _warn("the loop fetches a whole epoch of batches ahead: gradients come too late to learn an order from")
+        if ledger.not_finite:
             _warn(f"some gradients of epoch {epoch} were not finite and were counted as zero")
         sorter.order(epoch + 1, cut_short=True)
-        self.ledger.not_finite = False
+        ledger.not_finite, self._late = False, []
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +197,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             if self._waiting is not None:
                 self.load_state_dict(self._waiting)
             observed.start()
+            self.ledger.train_in_this_thread()
         except BaseException:  # as if nothing had happened
             observed.stop()
             self._model = None
@@ -233,7 +253,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             "layout": self._layout(),
             "sorter": gathered(self.sorter.state_dict(), self.group),
             "sparsifier": gathered(sparsifier.state_dict(), self.group) if sparsifier else None,
-        }
+        } | ({"fetched": self._fetched_state()} if ledger.outstanding.ahead else {})
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
         """Continue where `state_dict` was taken. May be called before or after `attach`.
@@ -253,7 +273,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self.ledger.resuming = True  # even if nothing is left of the epoch
             return
         layout = state.get("layout")
-        right = state.keys() == {"version", "layout", "sorter", "sparsifier"}
+        right = state.keys() - {"fetched"} == {"version", "layout", "sorter", "sparsifier"}
         if not right or not (isinstance(layout, dict) and is_plain(layout)):
             raise CdgrabError("this is not the whole state of an OrderedBatchSampler")
         if not refusals.same_layout(layout, self._layout(), repartition):
@@ -264,6 +284,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         parts = {name: part for name, part in parts.items() if part}
         for name, part in parts.items():  # all are checked before any changes
             part.check_state_dict(state[name])
+        ahead, late = self._fetched_from(state["fetched"]) if "fetched" in state else (None, [])
         if self._model is None:
             self._waiting = state  # for `attach`
             if self.sorter is None:
@@ -271,8 +292,26 @@ class OrderedBatchSampler(Sampler[list[int]]):
         for name, part in parts.items():
             part.load_state_dict(state[name])
         self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
-        self.ledger.hand_out_from_here()
-        self._began = -1
+        self.ledger.forget(ahead)
+        self._late, self._began = late, -1
+
+    def _fetched_state(self) -> dict:
+        """Of a loop that fetches batches ahead: how many, and those of the last epoch that are still to be used."""
+        late, ahead = self.ledger.outstanding.late(), self.ledger.outstanding.ahead
+        rows = torch.full((1, len(late), self.batch_size), -1)
+        for row, batch in zip(rows[0], late, strict=True):
+            row[: len(batch.examples)] = torch.tensor(batch.examples)
+        return {"ahead": ahead, "late": [batch.index for batch in late], "examples": self.group.gather(rows)}
+
+    def _fetched_from(self, state: dict) -> tuple[int, list[Batch]]:
+        """The opposite of `_fetched_state`."""
+        late = state.get("late") if isinstance(state, dict) else None
+        sizes = (len(late) if isinstance(late, list) else 0,)
+        fields = {"ahead": Field((int,), least=0, most=MOST), "late": Field((int,), sizes, 0, self._batches - 1)}
+        fields["examples"] = Field(INT64, (self.group.workers, *sizes, self.batch_size), -1, self._examples - 1)
+        refuse_others("this state of a sampler", state, fields)
+        rows = state["examples"][self.group.rank]
+        return state["ahead"], [Batch(-1, i, row[row >= 0].tolist()) for i, row in zip(late, rows, strict=True)]
 
     def _layout(self) -> dict:
         """The settings that decide which examples form a batch, and which batches a unit."""

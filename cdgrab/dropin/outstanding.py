@@ -1,0 +1,120 @@
+"""Batches that were handed out and whose gradients have not come yet: first in, first out.
+
+A loop may hold several batches at once: loader processes and prefetchers read ahead, some loops fetch the next batch
+before the backward pass of the last one, and some go on to the next epoch meanwhile. Gradients come in the order in
+which batches were handed out, so each belongs to the oldest batch that the loop still holds. Only which ones it still
+holds has to be found out: an epoch may be left early, batches may be looked at and never used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class Batch(NamedTuple):
+    """What was handed out: the `index`-th batch of the order of `epoch`."""
+
+    epoch: int
+    index: int
+    examples: list[int]
+
+
+class Settled(NamedTuple):
+    """What was found out when a backward pass started."""
+
+    dropped: bool = False  # batches of an earlier iteration will have no backward pass
+    doubtful: bool = False  # a batch was left out, or else the loop has begun to read further ahead
+
+
+class Outstanding:
+    """The batches that a loop still holds.
+
+    What tells is that a loop asks for batches at a steady pace: at every backward pass it is the same number of batches
+    ahead, until an iteration's end. How far is seen at the first backward pass of an iteration that begins with nothing
+    outstanding. A loop that begins the next iteration and is then just as far ahead still holds the last batches of the
+    one before; if it is further ahead by just these, it has dropped them. A loop that gets ahead amid an iteration has
+    left out a batch (`sampler.skip()` says so). Asking in vain, after the last batch, counts as asking.
+    """
+
+    def __init__(self) -> None:
+        self.steady = True  # False: batches are read in a thread, and how far ahead depends on its speed
+        self.forget()
+
+    def forget(self, ahead: int | None = None) -> None:
+        """Start anew: whatever is outstanding is not used. ahead: how far the loop was ahead, if that is known."""
+        self.waiting: deque[Batch] = deque()
+        self.counts = True  # whether it is certain which batches this iteration's gradients belong to
+        self.ahead = ahead  # how many batches the loop is ahead at a backward pass; None: not known yet
+        self._at_least = True  # whether it may be more in an epoch of more batches
+        self._suspected: int | None = None  # the same, if it was not a batch left out that made it more
+        self._older = 0  # how many of those waiting are of earlier iterations
+        self._asked = self._used = 0  # in this iteration: batches asked for; those that had a backward pass
+        self._read_out = True  # whether the iteration before was read to its end
+        self._reads_on = False  # whether both iterations are one for whoever reads them
+        self._first = True  # whether this iteration has had no backward pass yet
+
+    def begin(self, read_out: bool, reads_on: bool) -> None:
+        """An iteration begins. read_out: the last one came to its end; reads_on: whoever read it reads this one too,
+        and so has dropped nothing."""
+        if self.ahead is None and not reads_on:
+            self.waiting.clear()  # before the first backward pass somebody only looked at batches
+        if not self.waiting and self._suspected is not None:
+            self.ahead = self._suspected  # no batch was left out
+        self._suspected, self.counts, self._first = None, True, True
+        self._older, self._asked, self._used = len(self.waiting), 0, 0
+        self._read_out, self._reads_on = read_out, reads_on
+
+    def may_be_held(self) -> bool:
+        """When an iteration begins: whether the loop may still hold the last batches of the one before."""
+        return self._reads_on or (self._read_out and 0 < self._older <= (self.ahead or 0))
+
+    def ask(self) -> None:
+        """A batch of this iteration is asked for, whether there is one left or not."""
+        self._asked += 1
+
+    def late(self) -> list[Batch]:
+        """Batches of earlier iterations that are still to be used."""
+        return list(self.waiting)[self._to_drop() if self._first else 0 : self._older]
+
+    def settle(self, few: bool) -> Settled:
+        """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is only
+        the rest of an epoch, and all its batches were handed out."""
+        drop = self._to_drop() if self._first else 0
+        all_dropped = 0 < drop == self._older
+        for _ in range(drop):
+            self.waiting.popleft()
+        self._older -= drop
+        ahead, anew = self._is_ahead(), self._first and not self._older
+        more = self.ahead is not None and ahead > self.ahead
+        if self.ahead is None or (anew and not (more and self._read_out and self.steady and not self._at_least)):
+            self.ahead, self._at_least = ahead, few
+            more = False
+        elif more and not self.steady:
+            self.ahead, more = ahead, False
+        doubtful = more and self.counts
+        if more:
+            self.counts, self._suspected = False, ahead
+        self._first = False
+        return Settled(all_dropped, doubtful)
+
+    def use(self) -> Batch:
+        """The batch that the gradient belongs to; it waits no longer."""
+        if self._older:
+            self._older -= 1
+        else:
+            self._used += 1
+        return self.waiting.popleft()
+
+    def _is_ahead(self) -> int:
+        return self._older + self._asked - self._used - 1
+
+    def _to_drop(self) -> int:
+        """How many batches of earlier iterations the loop holds no longer, told at the first backward pass."""
+        if not self._older or self._reads_on or self.ahead is None:
+            return 0
+        ahead = self._is_ahead()
+        if self.steady:
+            held = self._read_out and self._asked <= self.ahead <= ahead
+            return ahead - self.ahead if held else self._older
+        return 0 if self._read_out and ahead <= self.ahead else self._older
