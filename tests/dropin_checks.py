@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain, pairwise, repeat
 from unittest import mock
 
 import torch
@@ -120,6 +121,21 @@ def broken_off(stop_after):
     return {"visited": gathered(visited), "units": gathered(sampler._own), "told": sentences}
 
 
+def fetched_ahead(divided):
+    """The next batch is fetched before the last one's backward pass, over the end of an epoch: all but its last batch,
+    and the next epoch."""
+    workers.WHOLE = 0 if divided else 2**40
+    model = parallel()
+    sampler = sampler_of().attach(model)
+    endless = chain.from_iterable(repeat(DataLoader(dataset(), batch_sampler=sampler)))
+    loader, length = (now for now, _ in pairwise(endless)), len(sampler)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        visited = train(model, sampler, 1, loader, stop_after=2 * length)[0]
+    visited = [visited[: length - 1], visited[length:]]
+    return {"visited": gathered(visited), "units": gathered(sampler._own), "told": [str(one.message) for one in told]}
+
+
 def overflowed():
     """One process's gradient is not finite in the third step, and gradients are sparse: nobody takes that step."""
     model, sampler, optimiser, scaler = started(CASES["exdyna, scaled"])
@@ -224,6 +240,7 @@ def main(target):
     processes = dist.get_world_size()
     results = {name: trained(CASES[name]) for n, name in TRAINED if n == processes}
     results |= {("resumed", name, stop): resumed(CASES[name], stop) for n, name, stop in RESUMED if n == processes}
+    results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
     results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
     results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
     results |= {("looked at", by): looked_at(by) for by in ((), (0,))}

@@ -1,5 +1,7 @@
 """Loops of many kinds in which every gradient names its batch: none may be credited to another one."""
 
+import queue
+import threading
 import warnings
 from collections import deque
 from itertools import chain, count, islice
@@ -8,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
 
@@ -70,7 +73,6 @@ def fetched(source, ahead):
 
 
 def repeated(sampler):
-    """timm's _RepeatSampler."""
     while True:
         yield from iter(sampler)
 
@@ -144,3 +146,35 @@ def test_batches_that_are_left_out(data, batches, ahead, fetch, told):
                     training.sampler.skip()
     assert training.told[-batches:] == [training.sampler.sorter.epoch] * batches
     assert not told or len(training.told) == 4 * batches
+
+
+class Repeating:
+    """timm's _RepeatSampler."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return repeated(self.sampler)
+
+    def __len__(self):
+        return len(self.sampler)
+
+
+def in_a_thread(source):
+    """Read by a thread, as far ahead as it happens to get."""
+    read = queue.Queue(2)
+    threading.Thread(target=lambda: [read.put(batch) for batch in chain(source, [None])], daemon=True).start()
+    return iter(read.get, None)
+
+
+def test_loader_processes_and_threads():
+    training = Training(8)
+    endless = iter(DataLoader(range(training.examples), batch_sampler=Repeating(training.sampler), num_workers=1))
+    steps(training, (batch.tolist() for batch in endless), 24)
+    assert training.told == [epoch for epoch in range(3) for _ in range(6)]  # 2 are on their way to the process
+    training = Training(8)
+    for _ in range(2):
+        steps(training, in_a_thread(training.sampler))
+    steps(training, in_a_thread(chain(training.sampler, training.sampler)))
+    assert training.told[:16] == [0] * 8 + [1] * 8

@@ -78,8 +78,8 @@ class Outstanding:
         return list(self.waiting)[self._to_drop() if self._first else 0 : self._older]
 
     def settle(self, few: bool) -> Settled:
-        """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is only
-        the rest of an epoch, and all its batches were handed out."""
+        """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is
+        only the rest of an epoch, and all its batches were handed out."""
         drop = self._to_drop() if self._first else 0
         all_dropped = 0 < drop == self._older
         for _ in range(drop):

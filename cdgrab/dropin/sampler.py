@@ -48,6 +48,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
     or single examples (`unit="example"`, for models without BatchNorm; slower). As with PyTorch's DistributedSampler,
     the processes are those of the default process group (or of `process_group`), and without `drop_last` a few examples
     are visited twice if the dataset cannot be divided evenly. Further options are the sorter's.
+
+    Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,
+    also over the end of an epoch: the next order is then made without the last gradients, which come too late and count
+    for no other epoch. Whoever leaves out a batch says so with `skip()`: nobody can tell it from one fetched ahead
+    (amid an epoch it is noticed, and the rest of that epoch does not count).
     """
 
     def __init__(
@@ -222,7 +227,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self.ledger.paused = before
 
     def skip(self) -> None:
-        """The last batch gets no backward pass; its gradient counts as zero. All processes call this together."""
+        """The batch whose backward pass would be next gets none; its gradient counts as zero. All processes call this
+        together."""
         if self._model and self.ledger.start_backward():
             self._model.gradients.skip()
 
