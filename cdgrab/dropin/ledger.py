@@ -42,7 +42,7 @@ class Ledger:
         self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
         self.lock: AbstractContextManager = nullcontext()  # between gradients and a thread that reads batches
         self._thread = 0  # the one that trains
-        self._current: Batch | None = None  # the batch of the last backward pass
+        self._current: Batch | None = None  # the batch to which the last backward pass belongs
 
     @property
     def takes_shards(self) -> bool:
@@ -95,6 +95,7 @@ class Ledger:
                 f"run others inside `with sampler.paused():` ({REENTRANT})"
             )
         self._settle()
+        self._current = self.outstanding.waiting[0]
         return True
 
     def _settle(self) -> None:
@@ -114,7 +115,7 @@ class Ledger:
 
     def count_pass(self) -> None:
         """Count one more backward pass of the current unit."""
-        self._current = self.outstanding.use()
+        self.outstanding.use()
         self.passes += 1
 
     def end_unit(self) -> int:
@@ -134,18 +135,21 @@ class Ledger:
         """The factor that the scaler multiplies gradients by."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def its_turn(self) -> bool:
-        """Whether the sorter waits for the gradient of the current batch, or of the unit that it completes."""
-        epoch, index, _ = self._current
+    def current_unit(self) -> tuple[int, int]:
+        """To which this backward pass belongs: the epoch, and the place of the unit's first batch in it."""
         steps = 1 if self.unit == "example" else self.accumulation_steps
-        next_one = (self.sorter.epoch, self.batches_done() + steps - 1)
-        return self.outstanding.counts and (epoch, index) == next_one
+        return self._current.epoch, self._current.index // steps * steps
+
+    def its_turn(self) -> bool:
+        """Whether the sorter waits for the gradient of the current unit: not if that comes too late, or if it is not
+        certain whose it is."""
+        return self.outstanding.counts and self.current_unit() == (self.sorter.epoch, self.batches_done())
 
     def observe(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
         with self.lock:
             if self.unit == "example":
-                self._current = self.outstanding.use()
+                self.outstanding.use()
             if not self.its_turn():
                 return
             sorter, start = self.sorter, self.sorter.position

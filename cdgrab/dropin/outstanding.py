@@ -98,13 +98,13 @@ class Outstanding:
         self._first = False
         return Settled(all_dropped, doubtful)
 
-    def use(self) -> Batch:
-        """The batch that the gradient belongs to; it waits no longer."""
+    def use(self) -> None:
+        """The oldest one has had its backward pass."""
         if self._older:
             self._older -= 1
         else:
             self._used += 1
-        return self.waiting.popleft()
+        self.waiting.popleft()
 
     def _is_ahead(self) -> int:
         return self._older + self._asked - self._used - 1

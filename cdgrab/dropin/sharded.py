@@ -37,6 +37,7 @@ class ShardedGradients:
         self._found: set[int] | None = (
             None  # ids of parameters that have a gradient in this unit; None: it has not begun
         )
+        self._which, self._counts = (-1, -1), False  # this unit, and whether the sorter wants it
         self._sums: dict[int, Tensor] = {}  # gradients of the others in this unit, if shares are observed
 
     def hook(self) -> list:
@@ -110,15 +111,27 @@ class ShardedGradients:
     # -- a unit -------------------------------------------------------------------------------------------------------
 
     def _begin_unit(self) -> None:
-        if self._found is None:
-            self._found = set()
-            self._unit.begin_shares(self._like)
+        if self._found is None or self._which != self._ledger.current_unit():  # one may not have been completed
+            self._found, self._sums, self._which = set(), {}, self._ledger.current_unit()
+            self._counts = self._ledger.its_turn()
+            if self._counts:
+                self._unit.begin_shares(self._like)
+        else:  # the next epoch may have begun meanwhile
+            self._counts = self._counts and self._ledger.its_turn()
 
     def _add(self, parameter: nn.Parameter, rows: Tensor) -> None:
-        self._unit.take_share(self._places[id(parameter)], rows, add=id(parameter) in self._found)
-        self._found.add(id(parameter))
+        if self._counts:
+            self._unit.take_share(self._places[id(parameter)], rows, add=id(parameter) in self._found)
+            self._found.add(id(parameter))
 
     def _end_unit(self) -> None:
+        if self._counts:
+            self._complete()
+            self._unit.end_shares()
+        self._found, self._sums = None, {}
+
+    def _complete(self) -> None:
+        """Add the gradients of parameters that FSDP leaves alone, and zeros for those that took no part."""
         if self._shares and self._others:
             own, mine = division(self._others, self._group), [self._sums.get(id(other)) for other in self._others]
             for parameter, rows in zip(
@@ -128,8 +141,6 @@ class ShardedGradients:
         for name, place in self._places.items():
             if name not in self._found:
                 self._unit.take_share(place, self._like.new_zeros(1, 1))
-        self._found, self._sums = None, {}
-        self._unit.end_shares()
 
 
 class WholeGradient:
