@@ -6,7 +6,6 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_1samp
 from synthetic_runs import write_run
 
 from experiments.report import curve_claims, measures, scoreboard
@@ -30,6 +29,8 @@ def values(sorter, metric):
 
 
 def test_figure_3a_is_what_its_files_say(monkeypatch):
+    from scipy.stats import ttest_1samp
+
     monkeypatch.setattr(curve_claims, "FIGURES", FIGURES[:1])
     runs = {"fig3a_lr_hmda": [Group(HMDA)]}
     nothing, *rows = judged(curve_claims.better(runs))

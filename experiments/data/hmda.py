@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,6 +151,7 @@ def _refuse_missing(features: pd.DataFrame, path: Path) -> None:
         )
 
 
+@cache  # runs of a sweep or a study share a process, and the shortest take no longer than reading this
 def _load_loanapp(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, str]]:
     """A few hundred empty cells (mostly min30) get the column mean, which is 0 after standardising."""
     checksums, columns = LOANAPP.check(path), read_columns(path)
@@ -159,4 +161,7 @@ def _load_loanapp(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, 
     table = np.array([[float(cell or "nan") for cell in cells] for cells in columns.values()]).T
     table = table[:, [len(set(column[np.isfinite(column)])) > 1 for column in table.T]]
     table[table >= NOT_KNOWN] = np.nan
-    return (np.where(np.isnan(table), np.nanmean(table, axis=0), table), labels), checksums
+    features = np.where(np.isnan(table), np.nanmean(table, axis=0), table)
+    for array in (features, labels):
+        array.setflags(write=False)
+    return (features, labels), checksums
