@@ -88,7 +88,8 @@ class ShardHook:
 
     @property
     def _groups(self) -> list:
-        return [group for module in self._modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        every = (module._get_fsdp_state()._fsdp_param_group for module in self._modules)
+        return [group for group in every if group is not None]  # a module may have no parameters besides its children's
 
     def register(self) -> None:
         self._refuse()
@@ -105,12 +106,13 @@ class ShardHook:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._next))
 
     def _refuse(self) -> None:
-        for module in self._modules:
-            if len(module._get_fsdp_state()._fsdp_param_groups) > 1:
-                raise CdgrabError("a module whose parameters are sharded over different meshes is not supported")
-        if any(type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter" for group in self._groups):
+        try:
+            groups = self._groups
+        except AssertionError as error:
+            raise CdgrabError("a module with parameters on several meshes is not supported: shard its parts") from error
+        if any(type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter" for group in groups):
             raise CdgrabError("the model has a reduce-scatter of its own already, and FSDP takes only one")
-        if len({group.gradient_divide_factor for group in self._groups}) > 1:
+        if len({group.gradient_divide_factor for group in groups}) > 1:
             raise CdgrabError("the model's modules have different gradient divide factors; give all of them the same")
 
     def remove(self) -> None:
