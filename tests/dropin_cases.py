@@ -72,6 +72,8 @@ def train(
             if index in skip:
                 sampler.skip()
                 continue
+            if accumulate > 1 and hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(synced)
             with model.no_sync() if accumulate > 1 and not synced and hasattr(model, "no_sync") else nullcontext():
                 scaler.scale(nn.functional.cross_entropy(model(inputs), labels) * factor(steps)).backward()
             if note:

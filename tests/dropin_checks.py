@@ -1,5 +1,6 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
+import io
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,11 +11,23 @@ import torch
 import torch.distributed as dist
 from dropin_cases import EPOCHS, Awkward, dataset, network, train
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.runtime import group as workers
+from cdgrab.runtime.fsdp import is_sharded
 
 
 @dataclass
@@ -22,6 +35,8 @@ class Case:
     sampler: dict = field(default_factory=dict)  # options
     attach: dict = field(default_factory=dict)
     wrap: dict = field(default_factory=dict)  # of DDP
+    shard: object = None  # the same with FSDP instead
+    like: str = ""  # the case with DDP to which this one is equal
     loop: dict = field(default_factory=dict)
     network: object = network
     divided: bool = True  # gradients by coordinates
@@ -32,11 +47,47 @@ class Case:
         return self.loop.get("accumulate", 1)
 
 
+def by_layers(model):
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def partly(model):
+    """Nobody averages the gradients of the last layer, until the script does."""
+    fully_shard(model[0])
+    return model
+
+
+def by_columns(model):
+    """One parameter, the one that can be divided evenly; shards and what belongs to them stay on the CPU."""
+    return fully_shard(
+        model,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+        shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (2, 8) else None,
+    )
+
+
+def in_bf16(model):
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+
+
+def in_replicas(model, replicas=2):
+    sizes = (replicas, dist.get_world_size() // replicas)
+    return fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")))
+
+
+def by_tensors(model):
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensors"))
+    parallelize_module(model, mesh["tensors"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+ACCUMULATED = {"batch_size": 2, "accumulation_steps": 2, "drop_last": True}
 EXDYNA = {"sparsifier": "exdyna", "density": 0.2}
 CASES = {
     "collected": Case(divided=False),
     "divided": Case(),
-    "accumulated": Case({"batch_size": 2, "accumulation_steps": 2, "drop_last": True}, loop={"accumulate": 2}),
+    "accumulated": Case(ACCUMULATED, loop={"accumulate": 2}),
     "sketched": Case({"sketch": "countsketch", "sketch_size": 16}),
     "skipped": Case(loop={"skip": (1, 4)}),
     "skipped, collected": Case(loop={"skip": (1, 4)}, divided=False),
@@ -50,11 +101,26 @@ CASES = {
     "exdyna, scaled": Case(attach=EXDYNA, scaled=True),
     "examples": Case({"unit": "example"}, divided=False),
     "oblivious": Case({"sorter": "d_rr"}),
+    "sharded": Case(shard=by_layers, like="divided"),
+    "sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=by_layers, like="accumulated"),
+    "partly sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=partly, like="accumulated"),
+    "sharded, awkward": Case(network=Awkward, shard=fully_shard, like="awkward"),
+    "sharded by columns": Case(loop={"skip": (1, 4)}, shard=by_columns, scaled=True, like="skipped"),
+    "sharded, bf16": Case(shard=in_bf16, divided=False),
+    "sharded in replicas": Case({"sketch": "countsketch", "sketch_size": 16}, shard=in_replicas),
 }
 # On 4 processes only those whose exchanges depend on how many there are.
-TRAINED = [(2, name) for name in CASES]
+TRAINED = [(2, name) for name in CASES if name != "sharded in replicas"]
+TRAINED += [(4, name) for name in ("sharded", "partly sharded, accumulated", "sharded in replicas")]
 TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "scaled", "exdyna", "exdyna, scaled")]
-RESUMED = [(2, "divided", 3), (2, "divided", 11), (2, "scaled", 14), (2, "exdyna, scaled", 4), (2, "examples", 4)]
+RESUMED = [
+    (2, "sharded", 3),
+    (2, "divided", 3),
+    (2, "divided", 11),
+    (2, "scaled", 14),
+    (2, "exdyna, scaled", 4),
+    (2, "examples", 4),
+]
 RESUMED += [(4, "exdyna, scaled", 4)]
 
 
@@ -68,7 +134,11 @@ def sampler_of(batch_size=3, seed=3, **options):
 
 
 def weights(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass it may still have the whole parameters
+    whole = [parameter.full_tensor() if is_sharded(parameter) else parameter for parameter in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole])
 
 
 def gathered(value):
@@ -80,10 +150,21 @@ def gathered(value):
 def started(case):
     """Model, sampler, optimiser and scaler."""
     workers.WHOLE = 0 if case.divided else 2**40
-    model = parallel(case.network(), **case.wrap)
+    model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
+    if case.shard:
+        sampler_of(**case.sampler).attach(model).detach()  # leaves no trace
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case.scaled else None
     sampler = sampler_of(**case.sampler).attach(model, scaler=scaler, **case.attach)
-    return model, sampler, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), scaler
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if case.shard is partly:
+        optimiser.register_step_pre_hook(lambda *_: average(model[2].parameters()))
+    return model, sampler, optimiser, scaler
+
+
+def average(parameters):
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def trained(case):
@@ -92,11 +173,15 @@ def trained(case):
     return {"visited": gathered(visited), "units": gathered(sampler._own), "weights": weights(model)}
 
 
-def resumed(case, stop_after):
-    """Interrupted after so many steps: in the first epoch, at its end, or in the second."""
+def resumed(case, stop_after, folder):
+    """Interrupted after so many steps: in the first epoch, at its end, or in the second. FSDP has files of its own."""
     before, after = started(case), started(case)
     visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
     state = before[1].state_dict()
+    if case.shard:
+        torch.save(state, saved := io.BytesIO())
+        checkpoint.save({"sampler": saved.getvalue()}, checkpoint_id=folder)
+        state = loaded(folder)
     for old, new in zip(before, after, strict=True):
         if new is not None:
             new.load_state_dict(state if old is before[1] else old.state_dict())
@@ -104,6 +189,12 @@ def resumed(case, stop_after):
         *after[:2], EPOCHS - len(visited) + (stop_after % len(after[1]) > 0), optimiser=after[2], scaler=after[3]
     )
     return {"visited": gathered(visited), "weights": weights(after[0]), "state": state}
+
+
+def loaded(folder, **options):
+    state = {"sampler": b""}
+    checkpoint.load(state, checkpoint_id=folder, **options)
+    return torch.load(io.BytesIO(state["sampler"]), weights_only=True)
 
 
 def broken_off(stop_after):
@@ -206,6 +297,12 @@ def saved_by_one():
             sampler.state_dict()
 
 
+def divided_by(factor, sampler, model):
+    """A change after the sampler was attached."""
+    model.set_gradient_divide_factor(float(factor))
+    return sampler
+
+
 class InPlace(torch.optim.SGD):
     def zero_grad(self):
         super().zero_grad(set_to_none=False)
@@ -226,6 +323,15 @@ def refusals():
         "seeds": lambda: sampler_of(seed=dist.get_rank()).attach(parallel()),
         "sizes": lambda: sampler_of(batch_size=3 + dist.get_rank() % 2).attach(parallel()),
         "one rank": saved_by_one,
+        "FSDP1": lambda: sampler_of().attach(FullyShardedDataParallel(network(), device_id=torch.device("cpu"))),
+        "tensors": lambda: sampler_of().attach(by_tensors(network())),
+        "replicas": lambda: sampler_of().attach(in_replicas(network(), 1)),
+        "sharded twice": lambda: [sampler_of().attach(model) for model in [by_layers(network())] * 2],
+        "sharded, compressed": lambda: sampler_of().attach(by_layers(network()), compress="bf16"),
+        "sharded, examples": lambda: sampler_of(unit="example").attach(by_layers(network())),
+        "sharded, alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(by_layers(network())),
+        "sharded, kept": lambda: train(m := by_layers(network()), sampler_of().attach(m), 1, accumulate=2),
+        "sharded, divided": lambda: train(m := by_layers(network()), divided_by(3, sampler_of().attach(m), m), 1),
         "states": lambda: sampler_of().attach(parallel()).load_state_dict(started(CASES["exdyna"])[1].state_dict()),
     }.items():
         try:
@@ -237,9 +343,11 @@ def refusals():
 
 def main(target):
     torch.set_num_threads(1)
-    processes = dist.get_world_size()
+    processes, folder = dist.get_world_size(), target.parent / "sharded"
     results = {name: trained(CASES[name]) for n, name in TRAINED if n == processes}
-    results |= {("resumed", name, stop): resumed(CASES[name], stop) for n, name, stop in RESUMED if n == processes}
+    results |= {
+        ("resumed", name, stop): resumed(CASES[name], stop, folder) for n, name, stop in RESUMED if n == processes
+    }
     results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
     results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
     results |= {"refused": refusals(), "zeroed": zeroed_in_place()}

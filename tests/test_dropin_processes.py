@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
-from dropin_checks import CASES, RESUMED, TRAINED, sampler_of
+from dropin_checks import CASES, RESUMED, TRAINED, loaded, sampler_of
 from process_runs import PROCESSES
 from torch import nn
 
@@ -20,8 +20,9 @@ def found(spawned):
     return {n: torch.load(spawned / str(n) / "dropin", weights_only=False) for n in PROCESSES}
 
 
-def by_hand(visited, make=network, accumulate=1, skip=()):
-    """The same batches, gradients averaged here: unit gradients [epochs, workers, units, dim] and the last weights."""
+def by_hand(visited, make=network, accumulate=1, skip=(), wire=torch.float64):
+    """The same batches, gradients averaged here: unit gradients [epochs, workers, units, dim] and the last weights.
+    wire: the type in which gradients are sent."""
     model = make()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     _, inputs, labels = dataset().tensors
@@ -38,9 +39,9 @@ def by_hand(visited, make=network, accumulate=1, skip=()):
                 model.zero_grad()
                 for batch in batches[first : first + accumulate]:
                     nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-                rows.append(gradient(model))
+                rows.append(gradient(model).to(wire).double())
             gradients[-1].append(torch.stack(rows))
-            mean, start = torch.stack(rows).mean(0), 0
+            mean, start = torch.stack(rows).mean(0).to(wire).double(), 0
             for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
                 if parameter.grad is not None:
                     parameter.grad = mean[start : start + parameter.numel()].view_as(parameter).clone()
@@ -58,18 +59,29 @@ def in_order(units, orders):
     ]
 
 
-@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in TRAINED if name not in NEAR])
+EXACT = [(n, name) for n, name in TRAINED if name not in NEAR]
+
+
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in EXACT if not CASES[name].like])
 def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, processes, name):
     result, case = found[processes][name], CASES[name]
-    gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()))
+    wire = torch.bfloat16 if "bf16" in name else torch.float64
+    gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()), wire)
     sketch = {key: value for key, value in case.sampler.items() if key.startswith("sketch")}
     assert result["visited"] == in_order(result["units"], sorted_alone(gradients, **sketch))
     for epoch in zip(*result["visited"], strict=True):
         numbers = [number for batches in epoch for batch in batches for number in batch]
         left_out = set(range(EXAMPLES)) - set(numbers)
-        assert len(left_out) < (4 * processes if name == "accumulated" else 1)
-        assert len(numbers) - len(set(numbers)) < (1 if name == "accumulated" else processes)
+        assert len(left_out) < (4 * processes if case.accumulate > 1 else 1)
+        assert len(numbers) - len(set(numbers)) < (1 if case.accumulate > 1 else processes)
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in EXACT if CASES[name].like])
+def test_fully_sharded_models_have_the_orders_and_weights_of_ddp(found, processes, name):
+    sharded, replicated = found[processes][name], found[processes][CASES[name].like]
+    assert sharded["visited"] == replicated["visited"]
+    torch.testing.assert_close(sharded["weights"], replicated["weights"], rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in TRAINED if name in NEAR])
@@ -159,13 +171,23 @@ def test_refusals_name_the_way_out(found, processes):
     assert "batch_size is 3 on process 0" in sentences["sizes"] and "of the whole dataset" in sentences["sizes"]
     assert sentences["one rank"] == "rank 0 waited in vain: every rank must call sampler.state_dict()"
     assert "with a sparsifier, and this one is without" in sentences["states"]
+    assert "use fully_shard of torch.distributed.fsdp instead" in sentences["FSDP1"]
+    assert "divided by tensor parallelism" in sentences["tensors"]
+    assert "use a mesh of one dimension, or sketch='countsketch'" in sentences["replicas"]
+    assert "FSDP takes only one" in sentences["sharded twice"]
+    assert "MixedPrecisionPolicy(reduce_dtype=…) instead" in sentences["sharded, compressed"]
+    assert "use unit='batch'" in sentences["sharded, examples"]
+    assert f"process 0 of 1 for the sampler and 0 of {processes} for FSDP" in sentences["sharded, alone"]
+    assert "call set_requires_gradient_sync(True) before the last" in sentences["sharded, kept"]
+    assert "set_gradient_divide_factor was called after sampler.attach" in sentences["sharded, divided"]
     assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
 
 
-def test_another_number_of_processes_is_refused_or_partitioned_anew(found):
+def test_another_number_of_processes_is_refused_or_partitioned_anew(found, spawned):
     model = network()
     sampler = sampler_of().attach(model)
-    state = found[2]["resumed", "divided", 3]["state"]
+    state = loaded(spawned / "2" / "sharded", no_dist=True)  # that of FSDP is no other than that of DDP
+    assert state.keys() == found[2]["resumed", "divided", 3]["state"].keys()
     with pytest.raises(CdgrabError, match="processes 2 there, 1 here"):
         sampler.load_state_dict(state)
     sampler.load_state_dict(state, repartition=True)
