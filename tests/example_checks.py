@@ -7,11 +7,12 @@ import sys
 from forked import forked, load_kernels
 from torch.multiprocessing import start_processes
 
-from examples import ddp, ddp_sparsify, plain, with_accelerate, with_lightning, with_trainer
+from examples import ddp, ddp_sparsify, fsdp, plain, with_accelerate, with_lightning, with_trainer
 
 
-def trained(recipe, folder, epochs="2"):
-    found = recipe.main(*(("exdyna", "0.05", epochs) if recipe is ddp_sparsify else ("cd_grab", epochs)))
+def trained(recipe, folder, epochs="2", *checkpoints):
+    settings = ("exdyna", "0.05") if recipe is ddp_sparsify else ("cd_grab",)
+    found = recipe.main(*settings, epochs, *checkpoints)
     name = recipe.__name__.rpartition(".")[2]
     with open(f"{folder}/{name}-{os.environ.get('RANK', 'alone')}.json", "w") as file:
         json.dump(found, file)
@@ -28,3 +29,6 @@ if __name__ == "__main__":
         start_processes(trained_alone, (recipe, sys.argv[1]), 1, start_method="fork")
     for recipe in (ddp, ddp_sparsify, with_accelerate, with_lightning, with_trainer):
         forked(2, trained, recipe, sys.argv[1])
+    saved = f"{sys.argv[1]}/checkpoint"
+    for epochs, *checkpoints in (("1", saved), ("2", "", saved)):
+        forked(2, trained, fsdp, sys.argv[1], epochs, *checkpoints)

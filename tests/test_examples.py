@@ -26,7 +26,7 @@ def returned(tmp_path_factory):
     search = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "tests.example_checks", str(folder)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": search}, check=True)
-    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
 @pytest.mark.parametrize("recipe", ["plain", "with_trainer"])
@@ -35,10 +35,13 @@ def test_recipe_trains(returned, recipe):
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "ddp_sparsify", "with_accelerate", "with_lightning", "with_trainer"])
+@pytest.mark.parametrize("recipe", ["ddp", "ddp_sparsify", "fsdp", "with_accelerate", "with_lightning", "with_trainer"])
 def test_recipe_trains_on_two_processes(returned, recipe):
     assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) < 60
     one, other = (returned[f"{recipe}-{rank}"] for rank in (0, 1))
+    if recipe == "fsdp":  # returns its accuracy; each process has its own BatchNorm
+        assert min(one, other) > 0.9
+        return
     assert one == other  # the mean of both
     assert one > 0.6 if recipe == "ddp_sparsify" else 0 < one < UNTRAINED / 2  # that one returns its accuracy
 

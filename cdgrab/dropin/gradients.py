@@ -43,8 +43,8 @@ class ObservedModel:
         self._sharded = sharded_modules(self.model)
         for module in self._sharded:
             module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._names = {name for name, parameter in self.model.named_parameters() if is_sharded(parameter)}
+        trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        self.parameters, self._names = list(trained.values()), {name for name in trained if is_sharded(trained[name])}
         self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._parallel = isinstance(self.model, DistributedDataParallel)
         self._refuse(self.model is not model or model._compiled_call_impl is not None, group)

@@ -34,9 +34,7 @@ class ShardedGradients:
         self._others = [parameter for parameter in parameters if not is_sharded(parameter)]
         refuse_other_shards(group, self._sharded)
         self._pass, self._in_pass, self._wanted = -1, False, False
-        self._found: set[int] | None = (
-            None  # ids of parameters that have a gradient in this unit; None: it has not begun
-        )
+        self._found: set[int] | None = None  # ids of parameters with a gradient in this unit; None: it has not begun
         self._which, self._counts = (-1, -1), False  # this unit, and whether the sorter wants it
         self._sums: dict[int, Tensor] = {}  # gradients of the others in this unit, if shares are observed
 
@@ -48,9 +46,11 @@ class ShardedGradients:
         sizes = every.sizes() if self._shares else [parameter.numel() for parameter in self._parameters]
         places = (slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
         self._places = {id(parameter): place for parameter, place in zip(self._parameters, places, strict=True)}
-        device = self._sharded[0].device_mesh.device_type  # not that of offloaded parameters
-        dtype = torch.promote_types(common_dtype(self._parameters), torch.float32)
-        self._like = torch.empty(0, dtype=dtype, device=device)
+        mesh = self._sharded[0].device_mesh if self._sharded else None
+        device = mesh.device_type if mesh else self._others[0].device  # parameters may be offloaded
+        self._like = torch.empty(
+            0, dtype=torch.promote_types(common_dtype(self._parameters), torch.float32), device=device
+        )
         self._unit = self._ledger if self._shares else WholeGradient(self._ledger, sum(sizes))
         self._hook = ShardHook(self._modules, self._sharded, self._group, self._take, whole=not self._shares)
         self._hook.register()
@@ -100,6 +100,7 @@ class ShardedGradients:
         if not self._wanted:
             return
         self._hook.refuse_changes()
+        self._hook.wait()
         if self._ledger.unit_complete():
             if not self._hook.synchronises():
                 raise CdgrabError(
@@ -133,10 +134,9 @@ class ShardedGradients:
     def _complete(self) -> None:
         """Add the gradients of parameters that FSDP leaves alone, and zeros for those that took no part."""
         if self._shares and self._others:
-            own, mine = division(self._others, self._group), [self._sums.get(id(other)) for other in self._others]
-            for parameter, rows in zip(
-                self._others, own.shard(flat(self._others, mine)).split(own.sizes(), dim=1), strict=True
-            ):
+            own = division(self._others, self._group)
+            mine = flat(self._others, [self._sums.get(id(other)) for other in self._others])
+            for parameter, rows in zip(self._others, own.shard(mine).split(own.sizes(), dim=1), strict=True):
                 self._add(parameter, rows)
         for name, place in self._places.items():
             if name not in self._found:

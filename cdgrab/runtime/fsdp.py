@@ -21,6 +21,7 @@ from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import tree_sum
 
+CHANGED = ("_reduce_scatter_comm", "gradient_divide_factor", "force_sum_reduction_for_comms")  # of FSDP's groups
 Take = Callable[[nn.Parameter, Tensor], None]
 
 
@@ -43,8 +44,9 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 def part_size(parameter: nn.Parameter, processes: int) -> int:
     """How many numbers of a parameter (or of its gradient) each process gets, padding included: whole rows, if it is
     sharded."""
-    rows = len(parameter) if is_sharded(parameter) and parameter.placements[-1].is_shard(0) else parameter.numel()
-    return -(-rows // processes) * (parameter.numel() // rows)
+    by_rows = is_sharded(parameter) and parameter.placements[-1].is_shard(0)
+    rows = len(parameter) if by_rows else parameter.numel()
+    return -(-rows // processes) * (parameter.numel() // max(rows, 1))
 
 
 def division(parameters: Sequence[nn.Parameter], group: WorkerGroup) -> Division:
@@ -83,8 +85,9 @@ class ShardHook:
         self._buffers: list[Tensor] = []  # the last two, if this process is alone: then FSDP only copies
         self._offset = 0  # where the next parameter's gradient begins in there
         self._handles: list = []
-        self._before: list[tuple] = []
+        self._before: list[tuple[object, dict]] = []
         self._divisor = float(group.world_size)
+        self._stream: torch.cuda.Stream | None = None  # in which FSDP reduces on a GPU
 
     @property
     def _groups(self) -> list:
@@ -94,14 +97,13 @@ class ShardHook:
     def register(self) -> None:
         self._refuse()
         for group in self._groups:
-            self._before.append((group, group._reduce_scatter_comm, group.gradient_divide_factor))
+            self._before.append((group, {name: getattr(group, name) for name in CHANGED}))
             self._divisor = group.gradient_divide_factor or self._divisor
         for module in self._modules:
             module.set_custom_reduce_scatter(self)
-            if self._group.world_size == 1:
-                continue
-            module.set_gradient_divide_factor(1.0)  # gradients arrive as they are and are divided here
-            module.set_force_sum_reduction_for_comms(True)  # without this FSDP asks for a sum of products
+            if self._group.world_size > 1:  # gradients arrive as they are, and are divided here
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         for parameter in self._parameters:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._next))
 
@@ -118,8 +120,8 @@ class ShardHook:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for group, reduce_scatter, divisor in self._before:
-            group._reduce_scatter_comm, group.gradient_divide_factor = reduce_scatter, divisor
+        for group, values in self._before:
+            vars(group).update(values)
         self._handles, self._before = [], []
 
     def refuse_changes(self) -> None:
@@ -133,6 +135,11 @@ class ShardHook:
     def synchronises(self) -> bool:
         """Whether gradients are reduced in backward passes, instead of being accumulated by this process."""
         return all(group.reduce_grads for group in self._groups)
+
+    def wait(self) -> None:
+        """Let the current stream wait until everything is taken."""
+        if self._stream:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     # -- called by FSDP -----------------------------------------------------------------------------------------------
 
@@ -154,10 +161,13 @@ class ShardHook:
         self._rows, self._offset = input_tensor.view_as(rows) if self._whole else rows, 0
 
     def _next(self, parameter: nn.Parameter) -> None:
-        """The gradient of this parameter is the next one."""
+        """The gradient of this parameter is the next one, unless it comes from a loss of the shards themselves."""
+        if self._rows is None:
+            return
         part = part_size(parameter, len(self._rows))
         rows = self._rows[:, self._offset : self._offset + part]
         self._offset += part
+        self._stream = torch.cuda.current_stream(rows.device) if rows.is_cuda else None
         if self._whole:
             self._take(parameter, rows.flatten()[None, : parameter.numel()])
         else:
