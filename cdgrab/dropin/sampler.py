@@ -39,7 +39,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
         sampler = OrderedBatchSampler(dataset, batch_size=32, sorter="cd_grab", seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
-        sampler.attach(model)                      # a plain module, or one wrapped in DistributedDataParallel
+        sampler.attach(model)                      # a plain module, or one with DistributedDataParallel or fully_shard
         for epoch in range(epochs):
             for batch in loader: …                 # one backward pass per batch
 
@@ -182,11 +182,12 @@ class OrderedBatchSampler(Sampler[list[int]]):
         **sparsifier_options,
     ) -> OrderedBatchSampler:
         """Observe the gradients of `model` from now on, once per backward pass, before they are averaged. Call this
-        last: after the model is complete, on its device, and wrapped in DistributedDataParallel.
+        last: after the model is complete, on its device, and wrapped in DistributedDataParallel or under `fully_shard`.
 
-        With DistributedDataParallel this replaces its all-reduce by an exchange with the same traffic and the same
-        mean. `compress="bf16"` or `"fp16"` halves the traffic; `sparsifier="exdyna"` (and its options, as for
-        `cdgrab.make_sparsifier`) sends only a selection. `scaler`: the GradScaler that scales the gradients.
+        With these it replaces the all-reduce or reduce-scatter by an exchange with the same traffic and the same mean.
+        With DistributedDataParallel `compress="bf16"` or `"fp16"` halves the traffic; `sparsifier="exdyna"` (and its
+        options, as for `cdgrab.make_sparsifier`) sends only a selection. `scaler`: the GradScaler that scales the
+        gradients.
         """
         if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
@@ -212,7 +213,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         return self
 
     def detach(self) -> None:
-        """Stop observing the model. (DDP keeps a communication hook for ever: it continues to average.)"""
+        """Stop observing the model. (DDP keeps a communication hook for ever: it continues to average. With FSDP all
+        processes call this together.)"""
         if self._model:
             self._model.stop()
         self.ledger.paused = True
