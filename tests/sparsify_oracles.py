@@ -213,6 +213,50 @@ def exdyna(o, acc):
     return sets
 
 
+def exdyna_published(o, acc):
+    """What the authors' program does, including where it departs from their paper. Remembers the kinds of steps that it
+    took in `o.memory["steps"]`."""
+    n, blocks, m = o.workers, o.options["blocks"], o.memory
+    length = o.dim // blocks - o.dim // blocks % 32
+    if o.t == 0:
+        m["steps"] = set()
+        m["delta"] = 1 / (2 * math.sqrt(o.k))
+        m["owned"] = [blocks // n + 1] * (blocks % n) + [blocks // n] * (n - blocks % n)
+    else:
+        load = [0] * n  # of partitions; worker w had partition t − 1 + w
+        for w, count in enumerate(m["counts"]):
+            load[(o.t - 1 + w) % n] = count
+        mean, taken_along = sum(load) // n, math.floor(length * (sum(load) / o.dim))
+        for i in range(n - 1):
+            left, right = load[i] / mean, load[i + 1] / mean
+            step = 0
+            if left > 1.05 and right < 0.95238:
+                step = 1
+            elif right > 1.05 and left < 0.95238:
+                step = -1
+            giver = i if step == 1 else i + 1
+            if step and m["owned"][giver] - 1 < blocks / n / 4:
+                m["steps"].add("refused")
+            elif step:
+                m["steps"].add("moved")
+                m["owned"][i] -= step
+                m["owned"][i + 1] += step
+                load[i] -= step * taken_along
+                load[i + 1] += step * taken_along
+        ratio = sum(m["counts"]) / o.k
+        factor = 1.005 if ratio > 1.1 else 1.00125 if ratio > 0.909 else 0.995
+        m["steps"].add((factor, ratio > 1))
+        m["delta"] *= factor
+    sets = []
+    for w in range(n):
+        p = (o.t + w) % n
+        start = sum(m["owned"][:p]) * length
+        end = o.dim if p == n - 1 else start + m["owned"][p] * length
+        sets.append(reaching(acc[w, start:end], m["delta"], start) or {start + o.t % (end - start)})
+    m["counts"] = [len(chosen) for chosen in sets]
+    return sets
+
+
 def balanced_cuts(loads, workers):
     """Blocks per partition: among all cuts that leave everybody a block, each as near to its share as it can be."""
     total, blocks, cuts = sum(loads), len(loads), [0]

@@ -85,6 +85,18 @@ def test_equals_its_oracle(case, shape):
             assert found.stats.counts == [len(chosen) for chosen in sets]
 
 
+def test_faithful_exdyna_is_the_published_one():
+    size = {"workers": 5, "dim": 799, "density": 0.1, "blocks": 23}
+    found, oracle = make_sparsifier("exdyna", **size, faithful=True), oracles.Oracle(oracles.exdyna_published, **size)
+    for step, gradients in enumerate(gradients_of(60, 5, 799, scale=0.005)):
+        update = found.reduce(torch.from_numpy(gradients))
+        expected, sets = oracle.reduce(gradients)
+        assert as_sets(found.selected) == sets, step
+        np.testing.assert_allclose(update.numpy(), expected, rtol=1e-12, atol=1e-13)
+    near_the_target = {(1.00125, True), (1.00125, False)}
+    assert {"moved", "refused", (0.995, False), *near_the_target} <= oracle.memory["steps"]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("rule", ["static", "balanced"])
 def test_counted_threshold_is_the_quantile_that_sorting_gives(workers, rule):
@@ -336,6 +348,9 @@ REFUSED = [
     ("rule must be", lambda: make_sparsifier("exdyna", workers=2, dim=3, rule="none")),
     ("threshold must be", lambda: make_sparsifier("exdyna", workers=2, dim=3, threshold=0.1)),
     ("blocks must be", lambda: make_sparsifier("exdyna", workers=2, dim=3, blocks=0)),
+    ("faithful must be", lambda: make_sparsifier("exdyna", workers=2, dim=3, faithful="yes")),
+    ("got rule=static", lambda: make_sparsifier("exdyna", workers=2, dim=10**5, rule="static", faithful=True)),
+    ("32 coordinates for each of 1024", lambda: make_sparsifier("exdyna", workers=2, dim=32_767, faithful=True)),
     ("error_feedback must be", lambda: make_sparsifier("topk", workers=2, dim=3, error_feedback="yes")),
     ("value must be", lambda: make_sparsifier("hard_threshold", workers=2, dim=3, value=-1.0)),
     ("layers must sum to dim = 3", lambda: make_sparsifier("deft", workers=2, dim=3, layers=[1, 1])),

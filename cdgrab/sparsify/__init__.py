@@ -42,7 +42,7 @@ def make_sparsifier(
 
     Options: `error_feedback` (true | false) for all but dense; `value` for hard_threshold; `layers` for deft;
     `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative |
-    static) and `blocks` for exdyna.
+    static), `blocks` and `faithful` (to the published code) for exdyna.
     """
     refuse_unknown_options("sparsifier", name, options, sparsifier_options(name))
     return SPARSIFIERS[name](workers=workers, dim=dim, density=density, group=group, **options)

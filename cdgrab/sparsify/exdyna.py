@@ -15,10 +15,21 @@ import torch
 from torch import Tensor
 
 from cdgrab.checks import count, one_of
+from cdgrab.errors import CdgrabError
 from cdgrab.runtime.fields import Field
 from cdgrab.sparsify import threshold as thresholds
 from cdgrab.sparsify.base import Sparsifier
-from cdgrab.sparsify.partitions import RULES, balanced, block_edges, equal_runs, partition_edges, rebalance
+from cdgrab.sparsify.partitions import (
+    ALIGNMENT,
+    RULES,
+    balanced,
+    block_edges,
+    equal_runs,
+    partition_edges,
+    published_edges,
+    published_rebalance,
+    rebalance,
+)
 from cdgrab.sparsify.threshold import SMALLEST, largest, reaching
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
@@ -51,20 +62,36 @@ class ExDyna(Sparsifier):
       balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share.
       paper, relative: neighbours exchange single blocks. static: they don't.
     blocks: how many blocks the partitions are made of.
+    faithful: as the published code does, to the letter, in place of the default threshold and rule. It differs from
+      `paper` in four details: near the wanted number the threshold always rises; the mean load is rounded down; no
+      partition keeps fewer than blocks / (4 · workers) blocks, not rounded down; blocks are equally long, and what is
+      left over belongs to the last partition.
     """
 
     label = "ExDyna"
-    options = (*Sparsifier.options, "rule", "threshold", "blocks")
+    options = (*Sparsifier.options, "rule", "threshold", "blocks", "faithful")
     exclusive = True
     saved = ("_residual", "_value", "_runs", "_loads", "_aim", "_counted_at", "_off")
 
-    def __init__(self, *, rule: str = "balanced", threshold: str = "counted", blocks: int = 1024, **settings) -> None:
+    def __init__(
+        self,
+        *,
+        rule: str = "balanced",
+        threshold: str = "counted",
+        blocks: int = 1024,
+        faithful: bool = False,
+        **settings,
+    ) -> None:
         super().__init__(**settings)
         one_of("rule", rule, RULES)
         one_of("threshold", threshold, THRESHOLDS)
-        self.rule, self.threshold = rule, threshold
+        one_of("faithful", faithful, (True, False))
         self.blocks = min(max(count("blocks", blocks, 1), self.workers), self.dim)
-        self._edges = block_edges(self.dim, self.blocks)
+        if faithful:
+            self._refuse_unfaithful(rule, threshold)
+            rule = threshold = "paper"
+        self.rule, self.threshold, self.faithful = rule, threshold, faithful
+        self._edges = (published_edges if faithful else block_edges)(self.dim, self.blocks)
         self._cuts = torch.tensor(self._edges[1:-1], dtype=torch.long)  # the same, where the gradients are
         self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
         self._loads: list[float] = []  # running mean of what is selected in each block
@@ -74,6 +101,17 @@ class ExDyna(Sparsifier):
         self._value = thresholds.first_guess(self.target)
         self._counted_at = -1  # never
         self._off = False  # whether the density is so far off that the threshold must be counted again
+
+    def _refuse_unfaithful(self, rule: str, threshold: str) -> None:
+        if rule not in ("balanced", "paper") or threshold not in ("counted", "paper"):
+            raise CdgrabError(
+                f"faithful=true is rule=paper and threshold=paper; got rule={rule}, threshold={threshold}"
+            )
+        if self.dim < ALIGNMENT * self.blocks:
+            raise CdgrabError(
+                f"faithful=true needs {ALIGNMENT} coordinates for each of {self.blocks} blocks, dim is {self.dim}; "
+                "give fewer blocks"
+            )
 
     def fields(self, *, iteration: int) -> dict[str, Field]:
         blocks, shared = self.blocks, self.rule == "balanced" and iteration
@@ -148,7 +186,7 @@ class ExDyna(Sparsifier):
         ratio = sum(counts) / self.target
         self._off = max(ratio, 1 / max(ratio, SMALLEST)) > COUNT_AGAIN
         if self.threshold == "paper":
-            self._value = thresholds.paper_rule(self._value, ratio)
+            self._value = thresholds.paper_rule(self._value, ratio, self.faithful)
         elif self.threshold == "proportional":
             self._value = thresholds.proportional_rule(self._value, ratio)
         self._value = max(self._value, SMALLEST)
@@ -157,7 +195,10 @@ class ExDyna(Sparsifier):
             self._runs = balanced(self._running_loads(), self.workers)
         else:
             by_partition = [counts[(partition - self.iteration) % self.workers] for partition in range(self.workers)]
-            self._runs = rebalance(self._runs, by_partition, self.rule)
+            if self.faithful:
+                self._runs = published_rebalance(self._runs, by_partition, self._edges)
+            else:
+                self._runs = rebalance(self._runs, by_partition, self.rule)
 
     def _running_loads(self) -> list[float]:
         """Running means of what is selected in each block. All workers know them, since indices are exchanged."""
@@ -175,7 +216,7 @@ class MiCRO(ExDyna):
     """MiCRO: ExDyna with equal partitions that never change."""
 
     label = "MiCRO"
-    options = tuple(option for option in ExDyna.options if option not in ("rule", "blocks"))
+    options = tuple(option for option in ExDyna.options if option not in ("rule", "blocks", "faithful"))
 
     def __init__(self, *, workers: int, **settings) -> None:
         super().__init__(workers=workers, rule="static", blocks=workers, **settings)

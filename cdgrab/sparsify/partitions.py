@@ -4,6 +4,7 @@ resized block by block. Also rounding by largest remainders, which every apporti
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +23,12 @@ def block_edges(dim: int, blocks: int) -> list[int]:
     return [block * dim // blocks // unit * unit for block in range(blocks)] + [dim]
 
 
+def published_edges(dim: int, blocks: int) -> list[int]:
+    """Those of the published code: all blocks equally long, with what is left over as a part of the last one."""
+    size = dim // blocks // ALIGNMENT * ALIGNMENT
+    return [block * size for block in range(blocks)] + [dim]
+
+
 def equal_runs(blocks: int, workers: int) -> list[int]:
     """How many blocks each partition starts with."""
     return [blocks // workers + (partition < blocks % workers) for partition in range(workers)]
@@ -38,25 +45,41 @@ def rebalance(runs: list[int], loads: list[float], rule: str) -> list[int]:
     paper: from a partition above the average to one below it; stalls when both are on the same side.
     relative: from the heavier of the two to the lighter.
     """
-    runs, loads = list(runs), list(loads)
     blocks, partitions, total = sum(runs), len(runs), sum(loads)
     if rule == "static" or partitions == 1 or not total:
-        return runs
+        return list(runs)
     least = max(1, blocks // (4 * partitions))
-    average = total / partitions
-    moved = total // blocks if rule == "paper" else total / blocks  # estimated load of a block
+    if rule == "paper":
+        return _moved(runs, loads, _across(total / partitions, 1 / TOLERANCE), least, total // blocks)
+    return _moved(runs, loads, lambda one, other: one > TOLERANCE * other, least, total / blocks)
 
-    def heavier(one: float, other: float) -> bool:
-        if rule == "paper":
-            return one / average > TOLERANCE and other / average < 1 / TOLERANCE
-        return one > TOLERANCE * other
 
-    for left in range(partitions - 1):
+def published_rebalance(runs: list[int], loads: list[int], edges: list[int]) -> list[int]:
+    """The paper's rule with the numbers of the published code. edges: `published_edges`."""
+    blocks, partitions, total = sum(runs), len(runs), sum(loads)
+    if partitions == 1:
+        return list(runs)
+    heavier = _across(total // partitions, 0.95238)
+    return _moved(runs, loads, heavier, blocks / (4 * partitions), int(edges[1] * (total / edges[-1])))
+
+
+def _across(average: float, low: float) -> Callable[[float, float], bool]:
+    """Whether one load is above the average, and the other below it."""
+    return lambda one, other: one / average > TOLERANCE and other / average < low
+
+
+def _moved(
+    runs: list[int], loads: list[float], heavier: Callable[[float, float], bool], least: float, load: float
+) -> list[int]:
+    """From left to right: of two neighbours the heavier gives a block, with this load, unless fewer than `least` would
+    be left."""
+    runs, loads = list(runs), list(loads)
+    for left in range(len(runs) - 1):
         right = left + 1
         giver, taker = (left, right) if heavier(loads[left], loads[right]) else (right, left)
-        if heavier(loads[giver], loads[taker]) and runs[giver] > least:
+        if heavier(loads[giver], loads[taker]) and runs[giver] - 1 >= least:
             runs[giver], runs[taker] = runs[giver] - 1, runs[taker] + 1
-            loads[giver], loads[taker] = loads[giver] - moved, loads[taker] + moved
+            loads[giver], loads[taker] = loads[giver] - load, loads[taker] + load
     return runs
 
 

@@ -41,13 +41,14 @@ def first_guess(k: int) -> float:
     return 1 / (2 * math.sqrt(k))
 
 
-def paper_rule(threshold: float, ratio: float) -> float:
-    """The online threshold scaling of ExDyna; ratio: selected / wanted in the last iteration."""
+def paper_rule(threshold: float, ratio: float, faithful: bool = False) -> float:
+    """The online threshold scaling of ExDyna; ratio: selected / wanted in the last iteration. faithful: as in the
+    published code, which near the wanted number compares with 0, so that the threshold always rises there."""
     if ratio > 1.1:
         return threshold * 1.005
-    if ratio <= 1 / 1.1:
+    if ratio <= (0.909 if faithful else 1 / 1.1):
         return threshold * 0.995
-    return threshold * (1.00125 if ratio > 1 else 0.9987)
+    return threshold * (1.00125 if faithful or ratio > 1 else 0.9987)
 
 
 def proportional_rule(threshold: float, ratio: float) -> float:
