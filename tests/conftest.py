@@ -190,7 +190,8 @@ def checkout(tmp_path_factory):
         (folder / name).parent.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)
     style = folder / "experiments" / "report" / "paper.mplstyle"
-    style.write_text(style.read_text().replace("pdf.fonttype: 42", "pdf.fonttype: 3"))  # half the time of drawing
+    quick = style.read_text().replace("pdf.fonttype: 42", "pdf.fonttype: 3").replace("bbox: tight", "bbox: standard")
+    style.write_text(quick)  # a third of the time of drawing
     return folder
 
 

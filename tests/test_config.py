@@ -284,13 +284,16 @@ PLAIN = [
     [],
     ["task=mlp_m4", "task.lr=1", "seed=3", "sorter=grab", "sorter.sketch=countsketch"],
     ["experiment=fig4_cifar10_workers", "size=paper", "workers=8", "task.limit=null", "run_dir='a b'"],
+    ["experiment=fig3a_lr_hmda", "sorter=kh", "sparsifier=exdyna", "sparsifier.density=1e-3"],
     ["task=lstm_wiki2", "task.schedule={kind: linear}", "checkpoint.every_steps=3", "seed=1", "seed=2"],
-    ["sparsifier=exdyna", "sparsifier.density=1e-3", "task.dtype=float64", "+task.anything=3"],
+    ["task.dtype=float64", "+task.anything=3"],
 ]
-WRONG = [["nothing=3"], ["task.nothing=3"], ["task.lr=["], ["seed=1,2"], ["task.schedule=3"], ["seed="]]
+WRONG = [["nothing=3"], ["task.nothing=3"], ["task.lr=["], ["seed=1,2"]]
+WRONG += [["sorter=kh", "sorter.nothing=3"], ["sorter=kh,grab"]]
+ODD = [["task.schedule=3"], ["seed="], ["sorter=kh", "sorter=grab"]]
 
 
-@pytest.mark.parametrize("overrides", [*PLAIN, *WRONG], ids=str)
+@pytest.mark.parametrize("overrides", [*PLAIN, *WRONG, *ODD], ids=str)
 def test_settings_are_put_in_as_hydra_does(overrides):
     def composed(compose):
         try:
@@ -300,7 +303,7 @@ def test_settings_are_put_in_as_hydra_does(overrides):
             return str(error)
 
     assert composed(compose_config) == composed(composition._by_hydra)
-    assert isinstance(composed(compose_config), str) == (overrides in WRONG[:4])
+    assert isinstance(composed(compose_config), str) == (overrides in WRONG)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ CONFIGS = ROOT / "configs"
 
 GROUPS = ("task", "sorter", "sparsifier", "experiment", "study")
 PLURALS = {"study": "studies"}
+PLACED = ("sorter", "sparsifier")
 REGISTRIES = {"task": TASKS, "sorter": SORTERS, "sparsifier": SPARSIFIERS}
 
 
@@ -63,7 +64,16 @@ PLAIN = re.compile(r"[A-Za-z_][\w.]*=")  # nothing that is added, deleted or of 
 
 @cache
 def _chosen(groups: tuple[str, ...], name: str, registered: tuple) -> DictConfig:
-    return _by_hydra(list(groups), name)
+    """A sorter or sparsifier, of which sweeps try many, takes the place of the usual one: no other file changes it."""
+    named = [override.partition("=")[::2] for override in groups]
+    placed = {group: choice for group, choice in named if group in PLACED and choice in choices(group)}
+    others = tuple(override for override in groups if override.partition("=")[0] not in placed)
+    if not placed or len(placed) + len(others) < len(groups):
+        return _by_hydra(list(groups), name)
+    config = copy.deepcopy(_chosen(others, name, _registered(others)))
+    for group, choice in placed.items():
+        config[group] = own_settings(group, choice)
+    return config
 
 
 def _registered(groups: list[str]) -> tuple:
