@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 # The number of a purpose is part of the stream: never renumber, only append.
-PURPOSES = {"split": 0, "partition": 1, "parameters": 2, "order": 3, "walk": 4, "sketch": 5, "study": 6}
+PURPOSES = {"split": 0, "partition": 1, "parameters": 2, "order": 3, "walk": 4, "sketch": 5, "study": 6, "report": 7}
 
 
 def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:

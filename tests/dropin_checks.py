@@ -85,8 +85,8 @@ def by_tensors(model):
 ACCUMULATED = {"batch_size": 2, "accumulation_steps": 2, "drop_last": True}
 EXDYNA = {"sparsifier": "exdyna", "density": 0.2}
 CASES = {
-    "collected": Case(divided=False),
-    "divided": Case(),
+    "collected": Case({"diagnose": 1000}, divided=False),
+    "divided": Case({"diagnose": 1000}),
     "accumulated": Case(ACCUMULATED, loop={"accumulate": 2}),
     "sketched": Case({"sketch": "countsketch", "sketch_size": 16}),
     "skipped": Case(loop={"skip": (1, 4)}),
@@ -170,7 +170,8 @@ def average(parameters):
 def trained(case):
     model, sampler, optimiser, scaler = started(case)
     visited = train(model, sampler, optimiser=optimiser, scaler=scaler, **case.loop)
-    return {"visited": gathered(visited), "units": gathered(sampler._own), "weights": weights(model)}
+    found = {"visited": gathered(visited), "units": gathered(sampler._own), "weights": weights(model)}
+    return found | ({"report": sampler.report()} if "diagnose" in case.sampler else {})
 
 
 def resumed(case, stop_after, folder):

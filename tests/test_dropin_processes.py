@@ -7,6 +7,7 @@ import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
 from dropin_checks import CASES, RESUMED, TRAINED, loaded, sampler_of
 from process_runs import PROCESSES
+from test_dropin_report import check_report
 from torch import nn
 
 from cdgrab import CdgrabError, make_sorter
@@ -82,6 +83,14 @@ def test_fully_sharded_models_have_the_orders_and_weights_of_ddp(found, processe
     sharded, replicated = found[processes][name], found[processes][CASES[name].like]
     assert sharded["visited"] == replicated["visited"]
     torch.testing.assert_close(sharded["weights"], replicated["weights"], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["collected", "divided"])
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_a_report_of_all_processes_together(found, processes, name):
+    result = found[processes][name]
+    gradients, _ = by_hand(result["visited"])
+    check_report(result["report"], gradients, sorted_alone(gradients), common=True)
 
 
 @pytest.mark.parametrize(("processes", "name"), [(n, name) for n, name in TRAINED if name in NEAR])

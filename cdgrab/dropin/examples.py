@@ -64,7 +64,8 @@ class ExampleGradients:
 
         self._busy = True
         try:
-            found = torch.func.vmap(product)(given, gradient.detach())
+            with self._ledger.stopwatch:
+                found = torch.func.vmap(product)(given, gradient.detach())
         except RuntimeError as error:
             raise CdgrabError(f"{name} gives no gradients of single examples; use unit='batch'") from error
         finally:

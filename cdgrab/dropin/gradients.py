@@ -125,11 +125,12 @@ class PlainGradients:
         self._complete([None] * len(self._parameters))
 
     def _complete(self, gradients: Sequence[Tensor | None]) -> None:
-        gradient = flat(self._parameters, gradients)
-        self._sum = self._sum + gradient if self._ledger.passes else gradient
-        if self._ledger.unit_complete():
-            unit, self._sum = self._sum, None
-            self._ledger.observe(unit[None])
+        with self._ledger.stopwatch:
+            gradient = flat(self._parameters, gradients)
+            self._sum = self._sum + gradient if self._ledger.passes else gradient
+            if self._ledger.unit_complete():
+                unit, self._sum = self._sum, None
+                self._ledger.observe(unit[None])
 
 
 class ParallelGradients:

@@ -11,6 +11,7 @@ from types import FrameType
 
 from torch import Tensor
 
+from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.refusals import REENTRANT
 from cdgrab.errors import CdgrabError
@@ -40,6 +41,8 @@ class Ledger:
         self.outstanding = Outstanding()
         self.backward_seen = False  # in this iteration, whatever batch it belonged to
         self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
+        self.diagnosis: Diagnosis | None = None  # keeps what a report needs, if one is wanted
+        self.stopwatch: AbstractContextManager = nullcontext()  # the same, if there is one: it counts the time inside
         self.lock: AbstractContextManager = nullcontext()  # between gradients and a thread that reads batches
         self._thread = 0  # the one that trains
         self._current: Batch | None = None  # the batch to which the last backward pass belongs
@@ -147,39 +150,51 @@ class Ledger:
 
     def observe(self, gradients: Tensor) -> None:
         """Gradients [k, dim] of the next k units of this process."""
-        with self.lock:
+        with self.lock, self.stopwatch:
             if self.unit == "example":
                 self.outstanding.use()
             if not self.its_turn():
                 return
             sorter, start = self.sorter, self.sorter.position
+            if sorter.needs_gradients or self.diagnosis:
+                gradients = self._clean(gradients.detach().clone())
+            if self.diagnosis:
+                self.diagnosis.put(start, gradients)
             if not sorter.needs_gradients:  # it was made before the model was known, with dim 1
                 gradients = gradients.new_zeros(len(gradients), sorter.dim)
-            sorter.observe(range(start, start + len(gradients)), self._clean(gradients.detach().clone())[None])
+            sorter.observe(range(start, start + len(gradients)), gradients[None])
             self._finish_epoch()
 
     def begin_shares(self, like: Tensor) -> None:
         """The next gradients follow in pieces, divided by coordinates: see `Sorter.begin_shares`."""
         self.sorter.begin_shares(like)
+        if self.diagnosis:
+            self.diagnosis.begin(self.sorter.division, like)
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         """A piece, which may be overwritten here; see `Sorter.take_share`."""
-        self.sorter.take_share(place, self._clean(share), add)
+        share = self._clean(share)
+        if self.diagnosis:
+            self.diagnosis.take(place, share, add)
+        self.sorter.take_share(place, share, add)
 
     def end_shares(self) -> None:
         """All pieces have been taken."""
-        self.sorter.end_shares()
-        self._finish_epoch()
+        with self.stopwatch:
+            if self.diagnosis:
+                self.diagnosis.end(self.sorter.position, self.sorter.division)
+            self.sorter.end_shares()
+            self._finish_epoch()
 
     def observe_zero(self, like: Tensor) -> None:
         """The next gradients count as zero; like: a tensor of their type and device."""
-        sorter = self.sorter
-        if self.takes_shards:
-            if self.its_turn():
-                sorter.observe_shard(like.new_zeros(sorter.workers, sorter.division.width))
-                self._finish_epoch()
-        else:
-            self.observe(like.new_zeros(self.next_units(), sorter.dim))
+        if not self.takes_shards:
+            self.observe(like.new_zeros(self.next_units(), self.sorter.dim))
+        elif self.its_turn():
+            width = self.sorter.division.width
+            self.begin_shares(like)
+            self.take_share(slice(0, width), like.new_zeros(self.sorter.workers, width))
+            self.end_shares()
 
     def _finish_epoch(self) -> None:
         """All processes observe an epoch's last gradient, but one alone may ask for the next order: drain now."""

@@ -11,6 +11,12 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import torch
+
+from cdgrab.checks import MOST
+from cdgrab.runtime.fields import INT64, Field, refuse_others
+from cdgrab.runtime.group import WorkerGroup
+
 
 class Batch(NamedTuple):
     """What was handed out: the `index`-th batch of the order of `epoch`."""
@@ -118,3 +124,24 @@ class Outstanding:
             held = self._read_out and self._asked <= self.ahead <= ahead
             return ahead - self.ahead if held else self._older
         return 0 if self._read_out and ahead <= self.ahead else self._older
+
+
+def saved(outstanding: Outstanding, batch_size: int, group: WorkerGroup) -> dict:
+    """For a state, of a loop that fetches batches ahead: how many, and those of the last epoch that are still to be
+    used. All processes call this."""
+    late = outstanding.late()
+    rows = torch.full((1, len(late), batch_size), -1)
+    for row, batch in zip(rows[0], late, strict=True):
+        row[: len(batch.examples)] = torch.tensor(batch.examples)
+    return {"ahead": outstanding.ahead, "late": [batch.index for batch in late], "examples": group.gather(rows)}
+
+
+def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[int, list[Batch]]:
+    """The opposite of `saved`: how far the loop was ahead, and this process's late batches."""
+    late = state.get("late") if isinstance(state, dict) else None
+    sizes = (len(late) if isinstance(late, list) else 0,)
+    fields = {"ahead": Field((int,), least=0, most=MOST), "late": Field((int,), sizes, 0, MOST)}
+    fields["examples"] = Field(INT64, (group.workers, *sizes, batch_size), -1, examples - 1)
+    refuse_others("this state of a sampler", state, fields)
+    rows = state["examples"][group.rank]
+    return state["ahead"], [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, rows, strict=True)]

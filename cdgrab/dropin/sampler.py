@@ -9,18 +9,19 @@ import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from cdgrab.checks import MOST, count, one_of, random_seed, refuse_unknown_options
+from cdgrab.checks import count, one_of, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
+from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
-from cdgrab.dropin.outstanding import Batch
+from cdgrab.dropin.outstanding import Batch, loaded, saved
+from cdgrab.dropin.report import Report, made
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
-from cdgrab.runtime.fields import INT64, Field, is_plain, refuse_others
+from cdgrab.runtime.fields import is_plain
 from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
@@ -30,6 +31,7 @@ UNITS = ("batch", "example")
 SETTINGS = ("batch_size", "accumulation_steps", "unit", "drop_last", "seed")
 STATE_VERSION = 1
 PATIENCE = 300.0  # seconds until all ranks take the state: one of them may evaluate or write files first
+COORDINATES = 256  # of every gradient, kept for `report`
 BUFFER_MB = 32.0  # more rows decided together means fewer exchanges of inner products
 
 
@@ -47,7 +49,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
     examples (`unit="batch"`; `accumulation_steps` batches each if gradients are accumulated before they are averaged),
     or single examples (`unit="example"`, for models without BatchNorm; slower). As with PyTorch's DistributedSampler,
     the processes are those of the default process group (or of `process_group`), and without `drop_last` a few examples
-    are visited twice if the dataset cannot be divided evenly. Further options are the sorter's.
+    are visited twice if the dataset cannot be divided evenly. `diagnose` keeps what `report` needs. Further options are
+    the sorter's.
 
     Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,
     also over the end of an epoch: the next order is then made without the last gradients, which come too late and count
@@ -66,6 +69,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         accumulation_steps: int = 1,
         unit: str = "batch",
         process_group: object = None,
+        diagnose: bool | int = False,
         **options,
     ) -> None:
         if not hasattr(dataset, "__len__") or not len(dataset):
@@ -83,6 +87,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
         self._batches = math.ceil(len(own) / self.batch_size)
         self._own = own if unit == "example" else units.cut(own, self.batch_size, self.accumulation_steps)
         self.ledger = Ledger(self.batch_size, self.accumulation_steps, unit)
+        self._kept = COORDINATES if diagnose is True else 0 if diagnose is False else count("diagnose", diagnose, 1)
+        if self._kept:
+            self.ledger.diagnosis = self.ledger.stopwatch = Diagnosis(self._kept, self.seed, self.group)
         self._model: ObservedModel | None = None
         self._waiting: dict | None = None  # a state that was loaded before `attach`
         self._late: list[Batch] = []  # of the epoch before, to be used first: a state says so that was loaded
@@ -131,10 +138,14 @@ class OrderedBatchSampler(Sampler[list[int]]):
         ledger.begin(last is not None and last.read_out, reads_on and self._model is not None)
         only_looked = not ledger.outstanding.may_be_held() and sorter.position == self._began
         if not ledger.resuming and not (only_looked and 0 < sorter.position < sorter.units):
-            self._next_order(only_looked)
+            with ledger.stopwatch:
+                self._next_order(only_looked)
         ledger.resuming, self._began, self._waiting = False, sorter.position, None
         ledger.handed_out = first = ledger.batches_done()
-        batches = self._in_order(sorter.order(sorter.epoch)[0].tolist())[first:]
+        order = sorter.order(sorter.epoch)
+        if ledger.diagnosis:
+            ledger.diagnosis.begin_epoch(sorter.epoch, order)
+        batches = self._in_order(order[0].tolist())[first:]
         return self._late + [Batch(sorter.epoch, index, batch) for index, batch in enumerate(batches, first)]
 
     def _in_order(self, order: list[int]) -> list[list[int]]:
@@ -194,6 +205,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, **sparsifier_options)
         layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
         layout |= {"compress": compress, "sparsifier": sparsifier, "its options": sorted(sparsifier_options.items())}
+        layout |= {"diagnose": self._kept}
         refuse_different_ranks(self.group, layout, "the same sampler, of the whole dataset")
         before = dict(vars(self.ledger))
         self._model, self.ledger.scaler, self.ledger.sparsifier = observed, scaler, observed.sparsifier
@@ -234,6 +246,19 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if self._model and self.ledger.start_backward():
             self._model.gradients.skip()
 
+    def report(self) -> Report:
+        """Does the order help? Of the last complete epoch: how well its order balanced the gradients, beside random
+        orders of the same gradients; how much of the balance outlasts the epoch it was learnt from; what orders cost;
+        and a verdict. Call `print(sampler.report())` after an epoch, on all processes together.
+
+        It needs `diagnose=True`, or a number of coordinates to keep of every gradient (True: 256). That takes so much
+        memory per unit, for three epochs, and a little time in every step; without it there is nothing to pay.
+        """
+        if self.ledger.diagnosis is None:
+            raise CdgrabError("a report needs samples of the gradients: make the sampler with diagnose=True")
+        self.group.expect_all("sampler.report()", PATIENCE)
+        return made(self.ledger.diagnosis, self.sorter, self._model)
+
     def _make_sorter(self, dim: int) -> None:
         buffer = {"buffer_mb": BUFFER_MB} if "buffer_mb" in sorter_options(self._sorter_name) else {}
         options = {"seed": self.seed, "group": self.group} | buffer | self._options
@@ -261,7 +286,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             "layout": self._layout(),
             "sorter": gathered(self.sorter.state_dict(), self.group),
             "sparsifier": gathered(sparsifier.state_dict(), self.group) if sparsifier else None,
-        } | ({"fetched": self._fetched_state()} if ledger.outstanding.ahead else {})
+        } | ({"fetched": saved(ledger.outstanding, self.batch_size, self.group)} if ledger.outstanding.ahead else {})
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
         """Continue where `state_dict` was taken. May be called before or after `attach`.
@@ -292,7 +317,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
         parts = {name: part for name, part in parts.items() if part}
         for name, part in parts.items():  # all are checked before any changes
             part.check_state_dict(state[name])
-        ahead, late = self._fetched_from(state["fetched"]) if "fetched" in state else (None, [])
+        ahead, late = None, []
+        if "fetched" in state:
+            ahead, late = loaded(state["fetched"], self.batch_size, self.group, self._examples)
         if self._model is None:
             self._waiting = state  # for `attach`
             if self.sorter is None:
@@ -301,25 +328,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
             part.load_state_dict(state[name])
         self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
         self.ledger.forget(ahead)
+        if self.ledger.diagnosis:
+            self.ledger.diagnosis.forget()
         self._late, self._began = late, -1
-
-    def _fetched_state(self) -> dict:
-        """Of a loop that fetches batches ahead: how many, and those of the last epoch that are still to be used."""
-        late, ahead = self.ledger.outstanding.late(), self.ledger.outstanding.ahead
-        rows = torch.full((1, len(late), self.batch_size), -1)
-        for row, batch in zip(rows[0], late, strict=True):
-            row[: len(batch.examples)] = torch.tensor(batch.examples)
-        return {"ahead": ahead, "late": [batch.index for batch in late], "examples": self.group.gather(rows)}
-
-    def _fetched_from(self, state: dict) -> tuple[int, list[Batch]]:
-        """The opposite of `_fetched_state`."""
-        late = state.get("late") if isinstance(state, dict) else None
-        sizes = (len(late) if isinstance(late, list) else 0,)
-        fields = {"ahead": Field((int,), least=0, most=MOST), "late": Field((int,), sizes, 0, self._batches - 1)}
-        fields["examples"] = Field(INT64, (self.group.workers, *sizes, self.batch_size), -1, self._examples - 1)
-        refuse_others("this state of a sampler", state, fields)
-        rows = state["examples"][self.group.rank]
-        return state["ahead"], [Batch(-1, i, row[row >= 0].tolist()) for i, row in zip(late, rows, strict=True)]
 
     def _layout(self) -> dict:
         """The settings that decide which examples form a batch, and which batches a unit."""
