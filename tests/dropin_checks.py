@@ -101,7 +101,7 @@ CASES = {
     "exdyna, scaled": Case(attach=EXDYNA, scaled=True),
     "examples": Case({"unit": "example"}, divided=False),
     "oblivious": Case({"sorter": "d_rr"}),
-    "sharded": Case(shard=by_layers, like="divided"),
+    "sharded": Case({"diagnose": 1000}, shard=by_layers, like="divided"),
     "sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=by_layers, like="accumulated"),
     "partly sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=partly, like="accumulated"),
     "sharded, awkward": Case(network=Awkward, shard=fully_shard, like="awkward"),

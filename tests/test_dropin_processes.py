@@ -85,7 +85,7 @@ def test_fully_sharded_models_have_the_orders_and_weights_of_ddp(found, processe
     torch.testing.assert_close(sharded["weights"], replicated["weights"], rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["collected", "divided"])
+@pytest.mark.parametrize("name", ["collected", "divided", "sharded"])
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_a_report_of_all_processes_together(found, processes, name):
     result = found[processes][name]

@@ -73,7 +73,7 @@ class Ledger:
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins; see `Outstanding.begin`."""
         self.outstanding.steady = not self.read_elsewhere()
-        self.outstanding.begin(read_out, reads_on)
+        self.outstanding.begin(read_out, reads_on and self._thread != 0)  # before `attach` nothing is used
         self.backward_seen, self.left_early = False, ""
         if not self.outstanding.waiting:
             self.passes = 0
@@ -81,6 +81,8 @@ class Ledger:
     def forget(self, ahead: int | None) -> None:
         """A state was loaded, so that nothing is outstanding; ahead: see `Outstanding.forget`."""
         self.outstanding.forget(ahead)
+        if self.diagnosis:
+            self.diagnosis.forget()
         self.handed_out, self.passes = self.batches_done(), 0
 
     def is_active(self) -> bool:
@@ -241,6 +243,10 @@ class BatchIterator(Iterator[list[int]]):
             ledger.handed_out += batch.epoch == ledger.sorter.epoch
             ledger.last_event = "batch"
             return batch.examples
+
+    def continues(self, last: BatchIterator) -> bool:
+        """Whether the same generator reads both, one after the other."""
+        return self.reader is not None and self.reader is last.reader
 
     @property
     def rest(self) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 
 from torch import nn
 from torch.utils.data import Sampler
@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 from cdgrab.checks import count, one_of, random_seed, refuse_unknown_options
 from cdgrab.dropin import refusals, units
 from cdgrab.dropin.diagnosis import Diagnosis
+from cdgrab.dropin.epochs import Epochs
 from cdgrab.dropin.gradients import ObservedModel
 from cdgrab.dropin.ledger import BatchIterator, Ledger
 from cdgrab.dropin.outstanding import Batch, loaded, saved
@@ -92,8 +93,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
             self.ledger.diagnosis = self.ledger.stopwatch = Diagnosis(self._kept, self.seed, self.group)
         self._model: ObservedModel | None = None
         self._waiting: dict | None = None  # a state that was loaded before `attach`
-        self._late: list[Batch] = []  # of the epoch before, to be used first: a state says so that was loaded
-        self._began = -1  # the position at which the last iteration began; -1: none yet, or none since a load
+        self._epochs = Epochs(self.ledger, self.group, self._batches)
         if not SORTERS[sorter].needs_gradients:
             self._make_sorter(1)  # its orders do not need a model
 
@@ -125,61 +125,14 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     def _start_epoch(self, iterator: BatchIterator) -> list[Batch]:
         """Start or continue an epoch. Returns the remaining batches."""
-        sorter, ledger, last = self.sorter, self.ledger, self.ledger.reader
-        if sorter is None:
+        if self.sorter is None:
             raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
-        if self._began < 0:  # not in every epoch: the search takes time
+        if self._epochs.began < 0:  # not in every epoch: the search takes time
             refusals.refuse_wrappers(self)
-        if self._model and sorter.needs_gradients:
+        if self._model and self.sorter.needs_gradients:
             self._model.refuse_new_parameters()
-        if ledger.backward_seen:
-            self._late = []
-        reads_on = last is not None and iterator.reader is not None and iterator.reader is last.reader
-        ledger.begin(last is not None and last.read_out, reads_on and self._model is not None)
-        only_looked = not ledger.outstanding.may_be_held() and sorter.position == self._began
-        if not ledger.resuming and not (only_looked and 0 < sorter.position < sorter.units):
-            with ledger.stopwatch:
-                self._next_order(only_looked)
-        ledger.resuming, self._began, self._waiting = False, sorter.position, None
-        ledger.handed_out = first = ledger.batches_done()
-        order = sorter.order(sorter.epoch)
-        if ledger.diagnosis:
-            ledger.diagnosis.begin_epoch(sorter.epoch, order)
-        batches = self._in_order(order[0].tolist())[first:]
-        return self._late + [Batch(sorter.epoch, index, batch) for index, batch in enumerate(batches, first)]
-
-    def _in_order(self, order: list[int]) -> list[list[int]]:
-        if self.unit == "example":
-            return [batch.tolist() for batch in self._own[order].split(self.batch_size)]
-        return [batch for unit in order for batch in self._own[unit]]
-
-    def _next_order(self, only_looked: bool) -> None:
-        sorter, ledger, epoch = self.sorter, self.ledger, self.sorter.epoch
-        if epoch >= 0 and sorter.needs_gradients and not sorter.position and only_looked:
-            if ledger.handed_out == self._batches:
-                _warn(
-                    f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (or, "
-                    "to look at batches only, make a loader without this sampler)"
-                )
-            return  # otherwise somebody only looked at a batch
-        unseen = sorter.units - sorter.position if epoch >= 0 else 0
-        if unseen and sorter.needs_gradients:
-            refusals.refuse_threads(self.group, ledger.read_elsewhere())
-            name = "examples" if self.unit == "example" else "batches" if self.accumulation_steps == 1 else "units"
-            sentence = (
-                f"epoch {epoch} ended with {unseen} of {sorter.units} {name} without a gradient; they "
-                "keep their order (they are the last: call sampler.skip() for batches left out in between)"
-            )
-            if ledger.outstanding.waiting:
-                ledger.left_early = sentence  # told at the next backward pass, if it has dropped them
-            else:
-                _warn(sentence)
-            if not sorter.position:
-                _warn("the loop fetches a whole epoch of batches ahead: gradients come too late to learn an order from")
-        if ledger.not_finite:
-            _warn(f"some gradients of epoch {epoch} were not finite and were counted as zero")
-        sorter.order(epoch + 1, cut_short=True)
-        ledger.not_finite, self._late = False, []
+        self._waiting = None
+        return self._epochs.start(iterator, in_order=partial(units.in_order, self._own, self.batch_size))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +251,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if type(version) is not int or version != STATE_VERSION:
             raise CdgrabError("this is not the state of an OrderedBatchSampler")
         if "read_ahead" in state:  # a loader's note: our own state was loaded before, and the iterator compares the two
-            if self.sorter is None or self.sorter.epoch < 0 or self._began >= 0:
+            if self.sorter is None or self.sorter.epoch < 0 or self._epochs.began >= 0:
                 raise CdgrabError(
                     "this loader reads ahead, so its state lacks gradients: save sampler.state_dict() beside it, "
                     "and load that first"
@@ -326,17 +279,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 return
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        self.ledger.resuming = self.sorter.epoch >= 0 and self.sorter.position < self.sorter.units
-        self.ledger.forget(ahead)
-        if self.ledger.diagnosis:
-            self.ledger.diagnosis.forget()
-        self._late, self._began = late, -1
+        self._epochs.resume(ahead, late)
 
     def _layout(self) -> dict:
         """The settings that decide which examples form a batch, and which batches a unit."""
         data = {"examples": self._examples, "processes": self.group.world_size}
         return data | {name: getattr(self, name) for name in SETTINGS}
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=5)  # at the loader

@@ -37,3 +37,10 @@ def cut(own: Tensor, batch_size: int, accumulation_steps: int) -> list[list[list
         grouped = f"grouped by accumulation_steps={accumulation_steps}"
         raise CdgrabError(f"{len(batches)} batches per epoch cannot be {grouped}; use drop_last=True")
     return [batches[first : first + accumulation_steps] for first in range(0, len(batches), accumulation_steps)]
+
+
+def in_order(own: Tensor | list[list[list[int]]], batch_size: int, order: list[int]) -> list[list[int]]:
+    """The batches of these units; own: single examples, or what `cut` returns."""
+    if isinstance(own, Tensor):
+        return [batch.tolist() for batch in own[order].split(batch_size)]
+    return [batch for unit in order for batch in own[unit]]
