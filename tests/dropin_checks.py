@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.runtime import group as workers
-from cdgrab.runtime.fsdp import is_sharded
+from cdgrab.runtime.fsdp import is_sharded, part_size
 
 
 @dataclass
@@ -111,7 +111,7 @@ CASES = {
 }
 # On 4 processes only those whose exchanges depend on how many there are.
 TRAINED = [(2, name) for name in CASES if name != "sharded in replicas"]
-TRAINED += [(4, name) for name in ("sharded", "partly sharded, accumulated", "sharded in replicas")]
+TRAINED += [(4, name) for name in ("sharded", "sharded in replicas")]
 TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "scaled", "exdyna", "exdyna, scaled")]
 RESUMED = [
     (2, "sharded", 3),
@@ -240,17 +240,15 @@ def overflowed():
     return gathered(after)
 
 
-def traffic():
-    """Bytes sent per step once DDP has grouped its buckets, and those of an all-reduce."""
+def traffic(model, rounds):
+    """Bytes sent per step once DDP has grouped its buckets, and those of a reduce-scatter (and of an all-gather)."""
     workers.WHOLE = 0
-    model = parallel(network(width=2000))
     sampler = sampler_of().attach(model)
     train(model, sampler, 1)
     before, processes = sampler.group.traffic.sent, dist.get_world_size()
     train(model, sampler, 1)
-    return (sampler.group.traffic.sent - before) / len(sampler), 2 * (processes - 1) / processes * weights(
-        model
-    ).numel() * 8
+    padded = sum(part_size(parameter, processes) for parameter in model.parameters())
+    return (sampler.group.traffic.sent - before) / len(sampler), rounds * (processes - 1) * padded * 8
 
 
 def train_without_zeroing(model, sampler):
@@ -350,7 +348,9 @@ def main(target):
         ("resumed", name, stop): resumed(CASES[name], stop, folder) for n, name, stop in RESUMED if n == processes
     }
     results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
-    results |= {"broken off": broken_off(3), "overflowed": overflowed(), "traffic": traffic()}
+    results |= {"broken off": broken_off(3), "overflowed": overflowed()}
+    ways = ((parallel, 2), (fully_shard, 1))
+    results |= {"traffic": [traffic(wrap(network(width=2000)), rounds) for wrap, rounds in ways]}
     results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
     results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     results |= {("in pairs", background): in_pairs(background) for background in (False, True)}

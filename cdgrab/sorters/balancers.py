@@ -33,13 +33,17 @@ class Balancer:
         self.group, self.dim, self.decisions = group, dim, decisions
         self._seed, self._width = seed, width if rule == "walk" else None
         self.block_bytes = min(BLOCK_BYTES, buffer_bytes / 2)  # rows that are worth a call of `decide`
-        self.running = torch.zeros(self.sums(), dim, dtype=torch.float64)
+        self.running = torch.zeros(self.sums(), self.coordinates(), dtype=torch.float64)
         self._limits = torch.zeros(decisions, group.workers, dtype=torch.float64)
         self._kernels: ModuleType | None = None
 
     def sums(self) -> int:
         """How many running sums this process keeps."""
         return self.group.local_workers
+
+    def coordinates(self) -> int:
+        """How many coordinates of them."""
+        return self.dim
 
     def start(self, epoch: int, observed: int) -> None:
         """Start an epoch. observed: how many units of the last one were observed."""

@@ -35,10 +35,12 @@ class CoordinatedBalancer(Balancer):
         if self.group.world_size > 1:
             # Rows are sent in blocks: what arrives fills the buffer, or half of it if it replaces what was sent.
             self.block_bytes = buffer_bytes / (2 if self.divided else self.group.world_size)
-        self._keep_own_coordinates()
 
     def sums(self) -> int:
         return 1
+
+    def coordinates(self) -> int:
+        return self.group.widths(self.dim)[self.group.rank] if self.group.divides(self.dim) else self.dim
 
     def size(self, rows: Tensor) -> int:
         """As if this process had the most coordinates."""
@@ -98,9 +100,6 @@ class CoordinatedBalancer(Balancer):
 
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
         super().load(values, epoch)
-        self._keep_own_coordinates()
-
-    def _keep_own_coordinates(self) -> None:
         if self.divided:
             self.running = self.division.own(self.running)
 
