@@ -54,7 +54,7 @@ class ExDyna(Sparsifier):
     threshold: how it adapts to the gradients.
       counted: before selecting, all workers count how many coordinates reach each of some values near the last
         threshold, and take the value that the wanted number reaches. Costs a sum of a few hundred bytes over the
-        workers, and cannot oscillate. Equal magnitudes pass together; then only `rule: balanced` holds the density.
+        workers, and cannot oscillate. Equal magnitudes pass together; then only `rule: balanced` limits the density.
       proportional: multiplied by (selected / wanted) ** 0.1 afterwards; counted at the start and when far off.
         At low densities it oscillates, because many residuals reach the threshold together.
       paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.

@@ -35,7 +35,7 @@ FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that
 TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor
 SPARSE = {"words": 20_000, "width": 8, "length": 20}
 SPARSE_TRAINING = {"batch": 8, "rate": 1.0}
-SHORT = {"error_feedback=false": "no error feedback", "threshold=fixed": "fixed threshold"}
+SHORT = {"error_feedback=false": "no error feedback", "threshold=fixed": "fixed threshold", "faithful=true": "faithful"}
 
 
 def options_of(method: str) -> tuple[str, dict]:
