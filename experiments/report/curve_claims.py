@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from experiments.report import measures
-from experiments.report.claims import FIGURES, NEGLIGIBLE, TIMED, TRENDS, Figure, Pair, Trend
+from experiments.report.claims import FIGURES, FROM_THEIR_WEIGHTS, NEGLIGIBLE, TIMED, TRENDS, Figure, Pair, Trend
 from experiments.report.judging import IMPOSSIBLE, UNDECIDED, Claim, Evidence, Row
 from experiments.report.kinds import Series
 from experiments.report.names import (
@@ -34,7 +34,7 @@ LEARNT = 1.0  # points above the commoner class
 
 def finished() -> Runs:
     """All runs by which claims are judged."""
-    return {figure.source: evidence(figure.source) for figure in FIGURES}
+    return {figure.source: evidence(figure.source) for figure in (*FIGURES, FROM_THEIR_WEIGHTS)}
 
 
 def groups_of(runs: Runs, figure: Figure, column: Column = None) -> list[Group]:
@@ -50,7 +50,7 @@ def groups_of(runs: Runs, figure: Figure, column: Column = None) -> list[Group]:
 
 def title(figure: Figure, group: Group) -> str:
     """Figure 4, 64 workers; Figure 3c, schedule.factor=0.1"""
-    changed = without(group.source, group.columns).split(",")[1:]
+    changed = [] if figure.runs else without(group.source, group.columns).split(",")[1:]
     column = [] if figure.columns == (None,) else [column_title(group.columns, group.column)]
     return ", ".join([figure.name, *column, *changed])
 

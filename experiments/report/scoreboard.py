@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from experiments.report import bench_claims, curve_claims
-from experiments.report.claims import FIGURES, NEGLIGIBLE, Figure
+from experiments.report.claims import FIGURES, FROM_THEIR_WEIGHTS, NEGLIGIBLE, Figure
 from experiments.report.curve_claims import Runs
 from experiments.report.judging import CONTRADICTED, IMPOSSIBLE, REPRODUCED, UNDECIDED, VERDICTS, Evidence, Row, judged
 from experiments.report.names import PUBLISHED_SORTERS, metric_label
@@ -147,11 +147,11 @@ def _parts(note: str) -> tuple[str, str]:
 def levels(runs: Runs) -> Iterator[dict[str, str]]:
     """Our mean beside the paper's, sorter by sorter."""
     done = set()
-    for figure in FIGURES:
+    for figure in (*FIGURES, FROM_THEIR_WEIGHTS):
         for group in curve_claims.groups_of(runs, figure):
             for metric in (metric for metric in figure.metrics if metric in group.metrics and group.like_the_paper):
-                if (figure.experiment, group.source, metric) not in done:
-                    done.add((figure.experiment, group.source, metric))
+                if (figure.name, group.source, metric) not in done:
+                    done.add((figure.name, group.source, metric))
                     yield from _levels(figure, group, metric)
 
 
