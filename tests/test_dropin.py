@@ -7,8 +7,10 @@ import torch
 from dropin_cases import EPOCHS, EXAMPLES, Awkward, attached, dataset, gradient, network, retrained, sorted_alone, train
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, default_collate
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
@@ -149,6 +151,31 @@ def test_models_of_all_kinds(kind):
     sampler = attached(model)
     visited = train(model, sampler)
     assert in_order(sampler, sorted_alone(retrained(make(), visited)[:, None])[:, 0]) == visited
+
+
+def test_a_fully_sharded_model_on_one_process():
+    """On a GPU, where there is one: FSDP reduces in a stream of its own there."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def trained(model):
+        sampler = attached(model)
+        loader = DataLoader(dataset(), batch_sampler=sampler, collate_fn=lambda some: on(device, default_collate(some)))
+        return train(model, sampler, loader=loader)
+
+    plain = network().to(device)
+    expected = trained(plain)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(network().to(device))
+        assert trained(model) == expected
+        for whole, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(sharded.to_local(), whole)
+    finally:
+        dist.destroy_process_group()
+
+
+def on(device, tensors):
+    return [tensor.to(device) for tensor in tensors]
 
 
 def test_clipping_comes_after_the_sampler_has_looked():
