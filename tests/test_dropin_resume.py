@@ -1,6 +1,8 @@
 """The drop-in sampler in one process: states, by itself and through torchdata's StatefulDataLoader."""
 
 import io
+from collections import deque
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -137,6 +139,29 @@ def test_a_state_amid_an_accumulation_is_refused():
     nn.functional.cross_entropy(model(inputs), labels).backward()
     with pytest.raises(CdgrabError, match="take the state after a step of the optimiser"):
         sampler.state_dict()
+
+
+DAMAGED = [[], {}, {"ahead": -1}, {"late": 3}, {"late": ["1"]}, {"examples": torch.zeros(1, 1, 8)}]
+DAMAGED += [{"examples": torch.full((1, 1, 8), EXAMPLES)}, {"examples": torch.zeros(2, 1, 8, dtype=torch.long)}]
+
+
+def test_damaged_notes_of_batches_fetched_ahead_are_refused():
+    model = network()
+    sampler = attached(model)
+    batches = chain(sampler, sampler)
+    inputs, labels = dataset().tensors[1:]
+    now = deque(islice(batches, 3))
+    for batch in islice(batches, 6):  # 3 ahead, one of them of the next epoch
+        now.append(batch)
+        nn.functional.cross_entropy(model(inputs[now[0]]), labels[now.popleft()]).backward()
+    state = sampler.state_dict()
+    assert (state["fetched"]["ahead"], state["fetched"]["late"]) == (3, [6, 7])
+    for damage in DAMAGED:
+        damaged = state["fetched"] | damage if damage else damage
+        with pytest.raises(CdgrabError, match="damaged"):
+            sampler.load_state_dict(state | {"fetched": damaged})
+    sampler.load_state_dict(through_a_file(state))
+    assert list(islice(sampler, 2)) == list(islice(now, 2))
 
 
 def test_a_new_partition_on_request():

@@ -44,11 +44,14 @@ class ExampleGradients:
     def _note(self, name: str, layer: nn.Module, arguments: tuple, output: object) -> None:
         if self._busy or not torch.is_grad_enabled() or not self._ledger.is_active():
             return
-        batch = self._ledger.next_units()
+        sizes = {len(batch.examples) for batch in self._ledger.outstanding.waiting}
+        if not sizes:  # this belongs to no batch
+            return
         if not isinstance(output, Tensor) or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
             raise CdgrabError(f"unit='example' needs layers of one tensor in, one tensor out; {name} is not")
-        if len(output) != batch or len(arguments[0]) != batch:
-            raise CdgrabError(f"unit='example' needs the batch first: {name} sees {len(output)} rows, not {batch}")
+        if len(output) != len(arguments[0]) or len(output) not in sizes:
+            wanted = " or ".join(map(str, sorted(sizes)))
+            raise CdgrabError(f"unit='example' needs the batch first: {name} sees {len(output)} rows, not {wanted}")
         if output.requires_grad:
             given = arguments[0].detach()
             output.register_hook(lambda gradient: self._add(name, layer, given, gradient))

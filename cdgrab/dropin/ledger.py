@@ -83,7 +83,8 @@ class Ledger:
         self.outstanding.forget(ahead)
         if self.diagnosis:
             self.diagnosis.forget()
-        self.handed_out, self.passes = self.batches_done(), 0
+        self.handed_out, self.passes, self.reader = self.batches_done(), 0, None
+        self.backward_seen, self.left_early = False, ""
 
     def is_active(self) -> bool:
         """Whether an epoch is under way, so that gradients belong to a batch."""
@@ -154,6 +155,9 @@ class Ledger:
         """Gradients [k, dim] of the next k units of this process."""
         with self.lock, self.stopwatch:
             if self.unit == "example":
+                if len(gradients) != self.next_units():
+                    wanted = f"the {self.next_units()} of its batch"
+                    raise CdgrabError(f"a backward pass has gradients of {len(gradients)} examples instead of {wanted}")
                 self.outstanding.use()
             if not self.its_turn():
                 return

@@ -1,0 +1,180 @@
+"""Loops of many kinds in which every gradient names its batch: none may be credited to another one."""
+
+import queue
+import threading
+import warnings
+from collections import deque
+from itertools import chain, count, islice
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cdgrab import OrderedBatchSampler
+
+BATCH = 2
+AHEAD = st.integers(0, 9)  # batches that a loader reads ahead, as loader processes do
+FETCHED = st.integers(0, 3)  # batches that the loop itself fetches ahead
+
+
+class Training:
+    """Every gradient is 1 where the examples of its batch are, and every one that the sorter is told is checked."""
+
+    def __init__(self, batches, unit="batch", accumulate=1, sorter="cd_grab", state=None):
+        self.examples, self.accumulate = batches * accumulate * BATCH, accumulate
+        self.model = nn.Linear(self.examples, 1, bias=False).double()
+        self.sampler = OrderedBatchSampler(
+            range(self.examples), BATCH, sorter=sorter, unit=unit, accumulation_steps=accumulate
+        )
+        if state:
+            self.sampler.load_state_dict(state)
+        self.sampler.attach(self.model)
+        self.used, self.told = [], []  # batches that had a backward pass; epochs of the gradients that count
+        self._observe, self.sampler.sorter.observe = self.sampler.sorter.observe, self.check
+
+    def check(self, positions, gradients):
+        sorter, own = self.sampler.sorter, self.sampler._own
+        order = sorter.order(sorter.epoch)[0].tolist()
+        for position, gradient in zip(positions, gradients[0], strict=True):
+            unit = own[order[position]]
+            named = [int(unit)] if self.sampler.unit == "example" else list(chain.from_iterable(unit))
+            if gradient.any():  # otherwise it was skipped
+                assert gradient.nonzero().flatten().tolist() == sorted(named)
+            self.told.append(sorter.epoch)
+        self._observe(positions, gradients)
+
+    def step(self, batch):
+        self.used.append(batch)
+        self.model(torch.eye(self.examples, dtype=torch.float64)[batch]).mean().backward()
+
+
+def loader(source, ahead):
+    """Asks for batches as a DataLoader does with so many index lists on their way to its processes: for one more
+    whenever it delivers one, in vain after the last."""
+    asked = deque()
+    for _ in range(ahead):
+        asked.extend(islice(source, 1))
+    while True:
+        asked.extend(islice(source, 1))
+        if not asked:
+            return
+        yield asked.popleft()
+
+
+def fetched(source, ahead):
+    """A loop that holds so many batches besides the one it works on."""
+    held = deque(islice(source, ahead))
+    for batch in source:
+        held.append(batch)
+        yield held.popleft()
+    yield from held
+
+
+def repeated(sampler):
+    while True:
+        yield from iter(sampler)
+
+
+def steps(training, batches, number=None):
+    for batch in islice(batches, number):
+        training.step(batch)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.sampled_from(["batch", "example"]), st.sampled_from([1, 2]))
+def test_epochs_one_by_one_left_early_or_only_looked_at(data, batches, ahead, fetch, unit, accumulate):
+    training = Training(batches, unit, accumulate if unit == "batch" else 1)
+    length = len(training.sampler)
+    expected = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a batch had no backward")
+        for _ in range(4):
+            what = data.draw(st.sampled_from(["train", "train", "leave early", "evaluate", "look"]))
+            epoch = fetched(loader(iter(training.sampler), ahead), fetch)
+            if what in ("train", "leave early"):
+                stop = length if what == "train" else data.draw(st.integers(0, length // accumulate)) * accumulate
+                steps(training, epoch, stop)
+                expected += stop // training.accumulate if unit == "batch" else stop * BATCH
+            else:
+                list(islice(epoch, length if what == "evaluate" else 1))
+    assert len(training.told) == expected
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.booleans(), st.sampled_from([1, 2]))
+def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batches, ahead, fetch, timm, accumulate):
+    """A loop that fetches ahead over the ends of epochs, like nanoGPT's, or a loader that does, like timm's."""
+    training = Training(batches, accumulate=accumulate)
+    length = len(training.sampler)
+    fetch = min(fetch, length - 1)
+
+    def endless(training):
+        if timm:
+            return fetched(loader(repeated(training.sampler), ahead), fetch)
+        return fetched(chain.from_iterable(loader(iter(training.sampler), ahead) for _ in count()), fetch)
+
+    stop = data.draw(st.integers(0, 3 * batches)) * accumulate
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a batch had no backward")
+        whole = Training(batches, accumulate=accumulate)
+        steps(whole, endless(whole), 4 * length)
+        steps(training, endless(training), stop)
+        again = Training(batches, accumulate=accumulate, state=training.sampler.state_dict())
+        steps(again, endless(again), 4 * length - stop)
+    assert training.used + again.used == whole.used
+    for first in range(0, 4 * length, length):  # every batch once in every epoch
+        assert sorted(chain(*whole.used[first : first + length])) == list(range(training.examples))
+    late = ahead + fetch if timm else fetch
+    assert len(whole.told) == 4 * max(0, (length - late) // accumulate)  # all count but the late ones
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data(), st.integers(2, 6), AHEAD, st.integers(0, 1), st.booleans())
+def test_batches_that_are_left_out(data, batches, ahead, fetch, told):
+    """Left out without a word, some gradients do not count, but only in the same epoch."""
+    training = Training(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if told else "ignore")
+        for epoch in range(4):
+            left_out = data.draw(st.sets(st.integers(epoch == 0, batches - 1))) if epoch < 3 else ()
+            for index, batch in enumerate(fetched(loader(iter(training.sampler), ahead), fetch)):
+                if index not in left_out:
+                    training.step(batch)
+                elif told:
+                    training.sampler.skip()
+    assert training.told[-batches:] == [training.sampler.sorter.epoch] * batches
+    assert not told or len(training.told) == 4 * batches
+
+
+class Repeating:
+    """timm's _RepeatSampler."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return repeated(self.sampler)
+
+    def __len__(self):
+        return len(self.sampler)
+
+
+def in_a_thread(source):
+    """Read by a thread, as far ahead as it happens to get."""
+    read = queue.Queue(2)
+    threading.Thread(target=lambda: [read.put(batch) for batch in chain(source, [None])], daemon=True).start()
+    return iter(read.get, None)
+
+
+def test_loader_processes_and_threads():
+    training = Training(8)
+    endless = iter(DataLoader(range(training.examples), batch_sampler=Repeating(training.sampler), num_workers=1))
+    steps(training, (batch.tolist() for batch in endless), 24)
+    assert training.told == [epoch for epoch in range(3) for _ in range(6)]  # 2 are on their way to the process
+    training = Training(8)
+    for _ in range(2):
+        steps(training, in_a_thread(training.sampler))
+    steps(training, in_a_thread(chain(training.sampler, training.sampler)))
+    assert training.told[:16] == [0] * 8 + [1] * 8
