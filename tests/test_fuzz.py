@@ -8,7 +8,7 @@ import pytest
 from scripts import soak
 from scripts.fuzz import __main__ as fuzz
 
-INPUTS = {"settings": 12, "files": 12, "runs": 14, "gradients": 160, "states": 40}
+INPUTS = {"settings": 12, "files": 12, "archives": 60, "runs": 14, "gradients": 160, "states": 40}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)

@@ -3,8 +3,8 @@
     python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
     python -m scripts.fuzz --inputs 500 --seed 3
 
-Settings, data files, a run's files, gradients and states are made up or damaged at random. An input may be accepted, or
-refused with an error of one sentence; anything else, and any change to existing files, is a finding.
+Settings, data files, archives, a run's files, gradients and states are made up or damaged at random. An input may be
+accepted, or refused with an error of one sentence; anything else, and any change to existing files, is a finding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError, file_error
 from scripts.arguments import Parser, positive
+from scripts.fuzz.archives import archives
 from scripts.fuzz.files import files
 from scripts.fuzz.gradients import gradients
 from scripts.fuzz.runs import MADE, runs
 from scripts.fuzz.settings import settings
 from scripts.fuzz.states import states
 
-KINDS = {"settings": settings, "files": files, "runs": runs, "gradients": gradients, "states": states}
-SHARES = {"settings": 0.2, "files": 0.1, "runs": 0.2, "gradients": 0.3, "states": 0.2}  # of all inputs
+KINDS = {"settings": settings, "files": files, "archives": archives, "runs": runs}
+KINDS |= {"gradients": gradients, "states": states}
+SHARES = {"settings": 0.2, "files": 0.1, "archives": 0.1, "runs": 0.2, "gradients": 0.2, "states": 0.2}  # of all inputs
 
 
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
