@@ -83,7 +83,7 @@ def steps(training, batches, number=None):
         training.step(batch)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.sampled_from(["batch", "example"]), st.sampled_from([1, 2]))
 def test_epochs_one_by_one_left_early_or_only_looked_at(data, batches, ahead, fetch, unit, accumulate):
     training = Training(batches, unit, accumulate if unit == "batch" else 1)
@@ -102,7 +102,7 @@ def test_epochs_one_by_one_left_early_or_only_looked_at(data, batches, ahead, fe
     assert len(training.told) == used
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.booleans(), st.sampled_from([1, 2]))
 def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batches, ahead, fetch, timm, accumulate):
     """A loop that fetches ahead over the ends of epochs, like nanoGPT's, or a loader that does, like timm's."""
@@ -130,7 +130,7 @@ def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batch
     assert len(whole.told) == 4 * max(0, (length - late) // accumulate)  # all count but the late ones
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data(), st.integers(2, 6), AHEAD, st.integers(0, 1), st.booleans())
 def test_batches_that_are_left_out(data, batches, ahead, fetch, told):
     """Left out without a word, some gradients do not count, but only in the same epoch."""

@@ -95,13 +95,14 @@ class Ledger:
         if not self.is_active():
             return False
         self.last_event = "backward"
-        if not self.outstanding.waiting:
-            raise CdgrabError(
-                f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, and "
-                f"run others inside `with sampler.paused():` ({REENTRANT})"
-            )
-        self._settle()
-        self._current = self.outstanding.waiting[0]
+        with self.lock:
+            if not self.outstanding.waiting:
+                raise CdgrabError(
+                    f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, "
+                    f"and run others inside `with sampler.paused():` ({REENTRANT})"
+                )
+            self._settle()
+            self._current = self.outstanding.waiting[0]
         return True
 
     def _settle(self) -> None:
@@ -121,7 +122,8 @@ class Ledger:
 
     def count_pass(self) -> None:
         """Count one more backward pass of the current unit."""
-        self.outstanding.use()
+        with self.lock:
+            self.outstanding.use()
         self.passes += 1
 
     def end_unit(self) -> int:
@@ -222,11 +224,12 @@ class BatchIterator(Iterator[list[int]]):
     """Hands out the batches of an epoch. The epoch starts with the first batch, since some iterators are never used.
 
     start: starts or continues an epoch, and returns the remaining batches. reader: the generator that reads this
-    iterator, if it is one: it may read the next one, too (timm's MultiEpochsDataLoader).
+    iterator, if it is one. It may read the next one, too (timm's MultiEpochsDataLoader), and so may a thread.
     """
 
     def __init__(self, ledger: Ledger, start: Callable[[BatchIterator], list[Batch]], reader: FrameType | None) -> None:
-        self._ledger, self._start, self.reader = ledger, start, reader
+        self._ledger, self._start = ledger, start
+        self._reader: FrameType | threading.Thread | None = reader
         self._batches: list[Batch] | None = None
         self._next = 0
 
@@ -234,6 +237,7 @@ class BatchIterator(Iterator[list[int]]):
         ledger = self._ledger
         with ledger.lock:
             if self._batches is None:
+                self._reader = threading.current_thread() if ledger.read_elsewhere() else self._reader
                 self._batches, ledger.reader = self._start(self), self
             if ledger.reader is self:
                 ledger.outstanding.ask()
@@ -249,8 +253,8 @@ class BatchIterator(Iterator[list[int]]):
             return batch.examples
 
     def continues(self, last: BatchIterator) -> bool:
-        """Whether the same generator reads both, one after the other."""
-        return self.reader is not None and self.reader is last.reader
+        """Whether the same generator or thread reads both, one after the other."""
+        return self._reader is not None and self._reader is last._reader
 
     @property
     def rest(self) -> bool:

@@ -92,17 +92,14 @@ class Outstanding:
             self.waiting.popleft()
         self._older -= drop
         ahead, anew = self._is_ahead(), self._first and not self._older
-        more = self.ahead is not None and ahead > self.ahead
-        if self.ahead is None or (anew and not (more and self._read_out and self.steady and not self._at_least)):
+        grown, self._first = self.ahead is not None and ahead > self.ahead, False
+        may_grow = not self.steady or (anew and (self._at_least or not self._read_out))
+        if grown and not may_grow:
+            doubtful, self.counts, self._suspected = self.counts, False, ahead
+            return Settled(all_dropped, doubtful)
+        if self.ahead is None or anew or grown:
             self.ahead, self._at_least = ahead, few
-            more = False
-        elif more and not self.steady:
-            self.ahead, more = ahead, False
-        doubtful = more and self.counts
-        if more:
-            self.counts, self._suspected = False, ahead
-        self._first = False
-        return Settled(all_dropped, doubtful)
+        return Settled(all_dropped)
 
     def use(self) -> None:
         """The oldest one has had its backward pass."""
@@ -120,10 +117,8 @@ class Outstanding:
         if not self._older or self._reads_on or self.ahead is None:
             return 0
         ahead = self._is_ahead()
-        if self.steady:
-            held = self._read_out and self._asked <= self.ahead <= ahead
-            return ahead - self.ahead if held else self._older
-        return 0 if self._read_out and ahead <= self.ahead else self._older
+        held = self.steady and self._read_out and self._asked <= self.ahead <= ahead
+        return ahead - self.ahead if held else self._older
 
 
 def saved(outstanding: Outstanding, batch_size: int, group: WorkerGroup) -> dict:
