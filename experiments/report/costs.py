@@ -47,13 +47,22 @@ def _cpu() -> Iterator[Line]:
         f"{100 * max(abs(ratio - 1) for ratio in losses):.1f} %, lower in {sum(ratio < 1 for ratio in losses)} of "
         f"{len(losses)} cases ({peers[0]['seeds']} seeds)",
     )
-    together = _rows("fleet", device="cpu")
+    fleet = _rows("fleet", device="cpu")
+    together = [row for row in fleet if "speedup" in row]
     yield (
         "CPU: runs that train together over the same runs alone: "
         + enumerated(f"{row['replicas']} of {row['task'].split('_')[1].upper()}" for row in together),
         "5 and 3 times",
         enumerated(f"{row['speedup']:.1f}" for row in together) + " times",
     )
+    if alone := [row for row in fleet if "ratio" in row]:
+        yield (
+            f"CPU: a run alone over the same before runs could train together, {len(alone)} tasks",
+            "at most 1.03",
+            f"{min(row['ratio'] for row in alone):.2f} to {max(row['ratio'] for row in alone):.2f}",
+        )
+    for row in (row for row in fleet if "command" in row):
+        yield f"CPU: `{row['command']}` on embedded data, {row['replicas']} runs", "at most 20 s", f"{row['s']:.1f} s"
 
 
 def _gpu() -> Iterator[Line]:

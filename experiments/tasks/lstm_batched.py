@@ -2,7 +2,7 @@
 
 The workers of a run share its parameters [runs, ...], and each has a gradient of its own [runs, workers, ...]. Written
 out, a group needs few and large products: those of weight gradients over all time steps at once, those of the forward
-pass over all workers of a run. The scores for the whole vocabulary, most of what a step writes, are held once.
+pass over all workers of a run. The scores for the whole vocabulary are never written: see `vocabulary_kernels`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton kernels for LSTMs: all time steps of a layer in one launch, and scores read and written once.
+"""Triton kernels for LSTMs: all time steps of a layer in one launch.
 
 States are [runs, rows, hidden], gates [runs, rows, 4 · hidden] in the order of nn.LSTM (enter, forget, new, leave),
 weights [runs, 4 · hidden, hidden]. A sequence has a first dimension of time.
@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-LOWEST = tl.constexpr(-3e38)  # of float32; minus infinity less itself would not be zero
 
 
 def recur(gates: Tensor, hidden: Tensor, cell: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,14 +30,6 @@ def recur_backward(gradient: Tensor, cells: Tensor, values: Tensor, weights: Ten
 def _launch(kernel, gates: Tensor, *rest: Tensor) -> None:
     steps, runs, rows, size = *gates.shape[:3], gates.shape[3] // 4
     kernel[(rows, runs)](gates, *rest, steps, size, SIZE=max(16, triton.next_power_of_2(size)))
-
-
-def cross_entropy_(scores: Tensor, targets: Tensor) -> Tensor:
-    """The losses [rows] of scores [rows, classes], which are overwritten with their gradients."""
-    losses, (rows, classes) = scores.new_empty(len(scores)), scores.shape
-    # so many threads that few rows are read at a time: their second reading is from the cache
-    _cross_entropy[(rows,)](scores, targets, losses, classes, BLOCK=8192, num_warps=32)
-    return losses
 
 
 @triton.jit
@@ -117,23 +107,3 @@ def _recur_backward(found, values, gradient, cells, weights, steps, size, SIZE: 
         to_hidden = _product(to_enter, w_enter) + _product(to_forget, w_forget)
         to_hidden += _product(to_new, w_new) + _product(to_leave, w_leave)
         to_cell, shown = to_cell * forget, _tanh(cell)
-
-
-@triton.jit
-def _cross_entropy(scores, targets, losses, classes, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    mine, target, lane = scores + row * classes, tl.load(targets + row), tl.arange(0, BLOCK)
-    at_target = tl.load(mine + target)
-    highest, total = tl.full((BLOCK,), LOWEST, scores.dtype.element_ty), tl.zeros((BLOCK,), scores.dtype.element_ty)
-    for start in range(0, classes, BLOCK):  # every lane has its own maximum and sum
-        some = tl.load(mine + start + lane, mask=start + lane < classes, other=LOWEST)
-        higher = tl.maximum(highest, some)
-        total = total * tl.exp(highest - higher) + tl.exp(some - higher)
-        highest = higher
-    top = tl.max(highest)
-    whole = top + tl.log(tl.sum(total * tl.exp(highest - top)))
-    tl.store(losses + row, whole - at_target)
-    for start in range(0, classes, BLOCK):
-        column = start + lane
-        some = tl.load(mine + column, mask=column < classes, other=LOWEST)
-        tl.store(mine + column, tl.exp(some - whole) - (column == target), mask=column < classes)

@@ -6,8 +6,10 @@ D-RR's, each with a seed of its own; one of either is measured alone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -20,6 +22,7 @@ from experiments.training.loop import Trainer, stacked
 from experiments.training.member import evaluated
 from experiments.training.memory import keep_freed_memory
 from experiments.training.parts import products
+from scripts.bench import solo
 from scripts.bench.measure import alternately, summary
 
 SORTERS = ("cd_grab", "d_rr")
@@ -56,7 +59,12 @@ class Epochs:
             evaluated(trainer.going())
 
 
-describe = "{task}: {replicas} runs together {speedup} times as fast as alone".format_map
+def describe(row: dict) -> str:
+    if "ratio" in row:
+        return "{task}: a run alone takes {ratio} times as long as in {against}".format_map(row)
+    if "command" in row:
+        return "{command}: {s} s".format_map(row)
+    return "{task}: {replicas} runs together {speedup} times as fast as alone".format_map(row)
 
 
 def measure(device: str, size: str) -> Iterator[dict]:
@@ -66,6 +74,8 @@ def measure(device: str, size: str) -> Iterator[dict]:
         settings = [*settings, "size=paper", f"device={device}", *([shorter] if shorter else [])]
         yield {"task": task, "device": device, "replicas": replicas} | _row(settings, replicas, device, size)
         gc.collect()
+    if (device, size) == ("cpu", "full"):
+        yield from solo.rows(REPEATS[size])
 
 
 def _row(settings: list[str], replicas: int, device: str, size: str) -> dict:
@@ -85,11 +95,23 @@ def _row(settings: list[str], replicas: int, device: str, size: str) -> dict:
 
 
 def _measuring_memory(make: Callable[[], Epochs], device: str) -> tuple[Epochs, int]:
-    """What `make` makes, and the most bytes that its first epoch takes on a GPU; 0 on a CPU, where nobody counts."""
+    """What `make` makes, and the most bytes that its first epoch takes; 0 where nobody counts."""
     if device != "cuda":
-        return make(), 0
+        before = _resident("VmRSS")
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        made = make()
+        made()
+        return made, max(0, _resident("VmHWM") - before)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     made = make()
     made()
     return made, torch.cuda.max_memory_allocated() - before
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process, now (VmRSS) or at most (VmHWM)."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
