@@ -75,7 +75,7 @@ def measure(device: str, size: str) -> Iterator[dict]:
         yield {"task": task, "device": device, "replicas": replicas} | _row(settings, replicas, device, size)
         gc.collect()
     if (device, size) == ("cpu", "full"):
-        yield from solo.rows(REPEATS[size])
+        yield from solo.rows(repeats=3)
 
 
 def _row(settings: list[str], replicas: int, device: str, size: str) -> dict:
