@@ -296,10 +296,11 @@ def saved_by_one():
             sampler.state_dict()
 
 
-def divided_by(factor, sampler, model):
-    """A change after the sampler was attached."""
-    model.set_gradient_divide_factor(float(factor))
-    return sampler
+def changed(change):
+    """After the first step of a model with a frozen parameter."""
+    model = by_layers(network())
+    model[2].bias.requires_grad_(False)
+    train(model, sampler_of().attach(model), 1, note=change)
 
 
 class InPlace(torch.optim.SGD):
@@ -330,7 +331,8 @@ def refusals():
         "sharded, examples": lambda: sampler_of(unit="example").attach(by_layers(network())),
         "sharded, alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(by_layers(network())),
         "sharded, kept": lambda: train(m := by_layers(network()), sampler_of().attach(m), 1, accumulate=2),
-        "sharded, divided": lambda: train(m := by_layers(network()), divided_by(3, sampler_of().attach(m), m), 1),
+        "sharded, divided": lambda: changed(lambda model: model.set_gradient_divide_factor(3.0)),
+        "sharded, unfrozen": lambda: changed(lambda model: model[2].bias.requires_grad_()),
         "states": lambda: sampler_of().attach(parallel()).load_state_dict(started(CASES["exdyna"])[1].state_dict()),
     }.items():
         try:

@@ -189,6 +189,7 @@ def test_refusals_name_the_way_out(found, processes):
     assert f"process 0 of 1 for the sampler and 0 of {processes} for FSDP" in sentences["sharded, alone"]
     assert "call set_requires_gradient_sync(True) before the last" in sentences["sharded, kept"]
     assert "set_gradient_divide_factor was called after sampler.attach" in sentences["sharded, divided"]
+    assert "replaced or unfrozen after sampler.attach" in sentences["sharded, unfrozen"]
     assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
 
 

@@ -74,6 +74,7 @@ class ShardedGradients:
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._pass:
             self._pass, self._in_pass = this_pass, True
+            self._hook.begin()
             self._wanted = self._ledger.start_backward()
             if self._wanted:
                 self._begin_unit()

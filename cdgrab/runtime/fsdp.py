@@ -84,6 +84,7 @@ class ShardHook:
         self._rows: Tensor | None = None  # what has just been reduced, [processes, size of all parts]
         self._buffers: list[Tensor] = []  # the last two, if this process is alone: then FSDP only copies
         self._offset = 0  # where the next parameter's gradient begins in there
+        self._unknown = False  # whether something was reduced that belongs to none of the parameters
         self._handles: list = []
         self._before: list[tuple[object, dict]] = []
         self._divisor = float(group.world_size)
@@ -124,7 +125,14 @@ class ShardHook:
             vars(group).update(values)
         self._handles, self._before = [], []
 
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._rows, self._unknown = None, False
+
     def refuse_changes(self) -> None:
+        """At the end of a backward pass: refuse what was changed since `register`."""
+        if self._unknown or self._rows is not None:
+            raise CdgrabError("parameters were replaced or unfrozen after sampler.attach: attach last")
         alone = self._group.world_size == 1
         divided = any(group.gradient_divide_factor != 1 for group in self._groups) and not alone
         if divided or any(group._reduce_scatter_comm is not self for group in self._groups):
@@ -158,19 +166,20 @@ class ShardHook:
         rows = processes.shard(input_tensor)
         total = tree_sum(rows.float() if rows.element_size() < 4 else rows)  # better than FSDP's own sum in 16 bits
         output_tensor.copy_(total / self._divisor)
+        self._unknown |= self._rows is not None
         self._rows, self._offset = input_tensor.view_as(rows) if self._whole else rows, 0
 
     def _next(self, parameter: nn.Parameter) -> None:
         """The gradient of this parameter is the next one, unless it comes from a loss of the shards themselves."""
-        if self._rows is None:
+        reduced = self._rows
+        if reduced is None:
             return
-        part = part_size(parameter, len(self._rows))
-        rows = self._rows[:, self._offset : self._offset + part]
+        part = part_size(parameter, len(reduced))
+        rows = reduced[:, self._offset : self._offset + part]
         self._offset += part
         self._stream = torch.cuda.current_stream(rows.device) if rows.is_cuda else None
         if self._whole:
             self._take(parameter, rows.flatten()[None, : parameter.numel()])
         else:
             self._take(parameter, rows[:, : parameter.to_local().numel()])
-        if self._offset == self._rows.shape[1]:
-            self._rows, self._buffers = None, []
+        self._rows, self._buffers = (reduced, self._buffers) if self._offset < reduced.shape[1] else (None, [])
