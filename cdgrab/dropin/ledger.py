@@ -179,9 +179,10 @@ class Ledger:
         if self.diagnosis:
             self.diagnosis.begin(self.sorter.division, like)
 
-    def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
-        """A piece, which may be overwritten here; see `Sorter.take_share`."""
-        share = self._clean(share)
+    def take_share(self, place: slice, share: Tensor, add: bool = False, mean: Tensor | None = None) -> None:
+        """A piece, which may be overwritten here; see `Sorter.take_share`. mean: over the processes, which tells sooner
+        whether all are finite."""
+        share = self._clean(share, mean)
         if self.diagnosis:
             self.diagnosis.take(place, share, add)
         self.sorter.take_share(place, share, add)
@@ -209,12 +210,12 @@ class Ledger:
         if self.sorter.position == self.sorter.units:
             self.sorter.drain()
 
-    def _clean(self, gradients: Tensor) -> Tensor:
+    def _clean(self, gradients: Tensor, mean: Tensor | None = None) -> Tensor:
         """In float32 at least, without the scaler's scale, and finite: the scaler skips steps that overflow anyway."""
         gradients = gradients.float() if gradients.element_size() < 4 else gradients
         if self.scaler is not None:
             gradients /= self.scale()
-        if gradients.is_cuda or not math.isfinite(float(gradients.sum())):
+        if gradients.is_cuda or not math.isfinite(float((gradients if mean is None else mean).sum())):
             self.not_finite |= not gradients.is_cuda
             gradients.nan_to_num_(0.0, 0.0, 0.0)
         return gradients

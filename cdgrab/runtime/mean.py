@@ -14,16 +14,19 @@ from torch import Tensor
 from cdgrab.runtime.group import WorkerGroup
 
 
-def tree_sum(rows: Tensor) -> Tensor:
-    """The sum over the first dimension, as a binary tree as far as the number of rows can be halved."""
+def tree_sum(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum over the first dimension, as a binary tree as far as the number of rows can be halved. out: where the
+    result goes."""
     branches = len(rows) & -len(rows)  # the largest power of two that divides it
     leaves = rows.unflatten(0, (branches, -1))
     sums = leaves[:, 0]
     for leaf in range(1, leaves.shape[1]):
         sums = sums + leaves[:, leaf]
-    while len(sums) > 1:
+    while len(sums) > 2:
         sums = sums[0::2] + sums[1::2]
-    return sums[0]
+    if len(sums) == 2:
+        return torch.add(sums[0], sums[1], out=out)
+    return sums[0] if out is None else out.copy_(sums[0])
 
 
 class Averager:

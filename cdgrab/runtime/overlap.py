@@ -30,8 +30,9 @@ class Observer(Protocol):
     def begin(self, like: Tensor) -> str:
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), or nothing."""
 
-    def take_share(self, place: slice, share: Tensor) -> None:
-        """This process's coordinates of everybody's gradients, [processes, width]; see `Sorter.take_share`."""
+    def take_share(self, place: slice, share: Tensor, *, mean: Tensor | None = None) -> None:
+        """This process's coordinates of everybody's gradients, [processes, width], and their mean, if it is there; see
+        `Sorter.take_share`."""
 
     def divide(self, division: Division) -> None:
         """Shares are divided in another way from now on."""
@@ -135,14 +136,16 @@ class OverlappingHook:
 
     def _average(self, piece: Piece, buffer: Tensor) -> None:
         group, sent = self._beside.group, buffer if self._wire is None else buffer.to(self._wire)
-        take = partial(self._take, piece)
+        width = piece.widths[group.rank]
         if not group.divides(len(buffer)):
             rows = group.gather(sent[None]).to(buffer.dtype)
-            torch.div(tree_sum(rows), group.workers, out=buffer)
-            return take(rows[:, : piece.widths[group.rank]])
-        share = group.shard(sent, piece.widths, out=self._room(sent, piece.widths[group.rank])).to(buffer.dtype)
-        sent.split(piece.widths)[group.rank].copy_(tree_sum(share).div_(group.workers))
-        group.spread(sent, piece.widths, meanwhile=partial(take, share))
+            mean = tree_sum(rows, out=buffer).div_(group.workers)
+            return self._take(piece, rows[:, :width], mean[:width])
+        share = group.shard(sent, piece.widths, out=self._room(sent, width)).to(buffer.dtype)
+        mean = tree_sum(share, out=buffer.split(piece.widths)[group.rank]).div_(group.workers)
+        if self._wire is not None:
+            sent.split(piece.widths)[group.rank].copy_(mean)
+        group.spread(sent, piece.widths, meanwhile=partial(self._take, piece, share, mean))
         if self._wire is not None:
             buffer.copy_(sent)
 
@@ -153,13 +156,13 @@ class OverlappingHook:
             self._received = room = sent.new_empty(needed)
         return room[:needed].view(self._group.world_size, width)
 
-    def _take(self, piece: Piece, share: Tensor) -> None:
+    def _take(self, piece: Piece, share: Tensor, mean: Tensor) -> None:
         if self._wanted != "shares":
             return
         if self._regrouped and piece.place is None:
             self._held.append((piece, share.clone()))
         else:
-            self._observer.take_share(piece.place, share)
+            self._observer.take_share(piece.place, share, mean=mean)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 

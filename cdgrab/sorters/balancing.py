@@ -97,9 +97,12 @@ class BalancingSorter(Sorter):
         if self._unpaired.shape[1]:
             gradients = torch.cat([self._unpaired.to(gradients), gradients], dim=1)
         pairs = gradients.shape[1] // 2
-        self._unpaired = gradients[:, 2 * pairs :].to(torch.float64, copy=True)
         by_position = gradients[:, : 2 * pairs].transpose(0, 1)
-        return by_position[0::2] - by_position[1::2]
+        room = self._order_server(gradients.is_cuda).room(
+            gradients, pairs, *by_position.shape[1:]
+        )  # may be interrupted
+        self._unpaired = gradients[:, 2 * pairs :].to(torch.float64, copy=True)
+        return torch.sub(by_position[0::2], by_position[1::2], out=room)
 
     def _take(self, units: int, rows: Tensor) -> None:
         """Count the units as observed and submit their rows. `position` is advanced before anything that can be
@@ -109,8 +112,12 @@ class BalancingSorter(Sorter):
         if self.position == self.units:  # an odd last unit has no partner: its gradient is not needed
             self._unpaired = self._unpaired[:, :0]
         if len(rows):
-            self._server = self._server or self._make_server(rows.is_cuda)
-            self._server.submit(first, rows)
+            self._order_server(rows.is_cuda).submit(first, rows)
+
+    def _order_server(self, on_gpu: bool) -> OrderServer:
+        if self._server is None:
+            self._server = self._make_server(on_gpu)
+        return self._server
 
     def _make_server(self, on_gpu: bool) -> OrderServer:
         wanted, alone = self._background, self.group.world_size == 1

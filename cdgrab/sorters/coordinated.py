@@ -35,6 +35,8 @@ class CoordinatedBalancer(Balancer):
         if self.group.world_size > 1:
             # Rows are sent in blocks: what arrives fills the buffer, or half of it if it replaces what was sent.
             self.block_bytes = buffer_bytes / (2 if self.divided else self.group.world_size)
+        if self.divided:  # more rows at once would cost more in products than they save in exchanges
+            self.block_bytes = min(BLOCK_BYTES, self.block_bytes)
 
     def sums(self) -> int:
         return 1
@@ -140,7 +142,7 @@ class CoordinatedPairBalance(BalancingSorter):
             self._unpaired = self._unpaired[:, :0]
         self._second = self._taken = self._shares is not None
         if not self._second:
-            self._shares = like.new_empty(self.workers, self.division.width)
+            self._shares = self._order_server(like.is_cuda).room(like, self.workers, self.division.width)
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         self._taken = True

@@ -8,6 +8,7 @@ order: on a GPU in a separate stream; on a CPU in a thread if a core is free, ot
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class OrderServer:
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
         self._decided: list[_Block] = []
+        self._spare: Tensor | None = None  # memory of rows that were decided
         self._handing_over = False
 
     def submit(self, first: int, rows: Tensor) -> None:
@@ -65,6 +67,15 @@ class OrderServer:
         self._next = first + len(rows)
         if self._collected_bytes + size > self._balancer.block_bytes:
             self.flush()
+
+    def room(self, like: Tensor, *shape: int) -> Tensor:
+        """Memory for rows: that of decided ones, if there is any. On a CPU getting new memory takes longer than writing
+        to it."""
+        while self._running and self._running[0].done():
+            self._wait_for_oldest()
+        spare, self._spare = self._spare, None
+        fits = spare is not None and (spare.dtype, spare.device) == (like.dtype, like.device)
+        return spare.view(shape) if fits and spare.numel() == math.prod(shape) else like.new_empty(shape)
 
     def flush(self) -> None:
         """Start deciding everything collected, without waiting for the result."""
@@ -96,7 +107,10 @@ class OrderServer:
 
     def _wait_for_oldest(self) -> None:
         self._running[0].wait()
-        self._decided.append(self._running.popleft())
+        block = self._running.popleft()
+        self._decided.append(block)
+        if block.rows is not None:
+            self._spare, block.rows = block.rows, None
 
     def _begin(self, first: int, rows: Tensor) -> _Block:
         if self._background and rows.is_cuda:
@@ -104,9 +118,10 @@ class OrderServer:
         if self._background:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
-            return _Block(first, rows.nbytes, future.result, future.result)
+            return _Block(first, rows, rows.nbytes, future.result, future.done, future.result)
         signs = self._balancer.decide(first, rows)
-        return _Block(first, 0, lambda: None, lambda: signs)
+        self._spare = None if rows.is_cuda else rows
+        return _Block(first, None, 0, lambda: None, lambda: True, lambda: signs)
 
     def _on_a_stream(self, first: int, rows: Tensor) -> _Block:
         self._stream = self._stream or torch.cuda.Stream(rows.device)
@@ -115,16 +130,19 @@ class OrderServer:
             signs = self._balancer.decide(first, rows)
         rows.record_stream(self._stream)
         done = self._stream.record_event()
-        return _Block(first, rows.nbytes, done.synchronize, lambda: signs)
+        return _Block(first, None, rows.nbytes, done.synchronize, done.query, lambda: signs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Block:
-    """Rows that are being decided: the number of the first, their bytes, how to wait for them, and their signs."""
+    """Rows that are being decided: the number of the first, their memory (if it may be used again) and how much of it
+    they occupy, how to wait for them, whether they are decided, and their signs."""
 
     first: int
+    rows: Tensor | None
     size: int
     wait: Callable[[], object]
+    done: Callable[[], bool]
     signs: Callable[[], Tensor]
 
 

@@ -38,6 +38,28 @@ def _multiply(v, w0, w1, w2, w3, products):
 
 
 @fast
+def _multiply_four(w0, w1, w2, w3, products):
+    """Four rows with each other."""
+    p00 = p01 = p02 = p03 = p11 = p12 = p13 = p22 = p23 = p33 = 0.0
+    for i in range(w0.size):
+        x0, x1, x2, x3 = np.float64(w0[i]), np.float64(w1[i]), np.float64(w2[i]), np.float64(w3[i])
+        p00 += x0 * x0
+        p01 += x0 * x1
+        p02 += x0 * x2
+        p03 += x0 * x3
+        p11 += x1 * x1
+        p12 += x1 * x2
+        p13 += x1 * x3
+        p22 += x2 * x2
+        p23 += x2 * x3
+        p33 += x3 * x3
+    for j, line in enumerate(((p00, p01, p02, p03), (0.0, p11, p12, p13), (0.0, 0.0, p22, p23), (0.0, 0.0, 0.0, p33))):
+        if j < len(products):
+            for k in range(4):
+                products[j, k] += line[k]
+
+
+@fast
 def _four(rows, first, start, end):
     """Some coordinates of four rows; fewer than four are filled up with the last row."""
     last = len(rows) - 1
@@ -54,8 +76,9 @@ def _multiply_all(rows, r, products):
         end = min(start + CHUNK, r.size)
         for first in range(0, len(rows), 4):
             w0, w1, w2, w3 = _four(rows, first, start, end)
-            for j in range(min(first + 4, len(rows))):
+            for j in range(first):
                 _multiply(rows[j, start:end], w0, w1, w2, w3, products[j, first : first + 4])
+            _multiply_four(w0, w1, w2, w3, products[first : min(first + 4, len(rows)), first : first + 4])
             _multiply(r[start:end], w0, w1, w2, w3, products[-1, first : first + 4])
         products[-1, -1] += inner_product(r[start:end], r[start:end])
 
