@@ -43,6 +43,18 @@ class Awkward(nn.Module):
         return self.last(self.sometimes(hidden) if self.calls % 2 else hidden)
 
 
+class Mixed(nn.Module):
+    """Parameters of two types, which DDP puts into different buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = network()
+        self.parts[2].float()
+
+    def forward(self, inputs):
+        return self.parts[2](self.parts[:2](inputs).float())
+
+
 def attached(model, batch_size=8, attach=None, **options):
     return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
 

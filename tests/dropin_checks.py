@@ -1,6 +1,7 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
 import io
+import threading
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from dropin_cases import EPOCHS, Awkward, dataset, network, train
+from dropin_cases import EPOCHS, Awkward, Mixed, dataset, network, train
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,8 @@ class Case:
     loop: dict = field(default_factory=dict)
     network: object = network
     divided: bool = True  # gradients by coordinates
+    short: int = 0  # buckets up to this length, times the number of processes, are sent whole all the same
+    near: float = 1e-12  # how near the weights are to those of averaging by hand
     scaled: bool = False  # by a scaler that doubles its scale every third step
 
     @property
@@ -94,6 +97,8 @@ CASES = {
     "awkward": Case(network=Awkward, wrap={"find_unused_parameters": True}),
     "static": Case(wrap={"static_graph": True}),
     "views": Case(wrap={"gradient_as_bucket_view": True}),
+    "short buckets": Case(short=60),
+    "mixed": Case(network=Mixed, near=1e-6),
     "scaled": Case(scaled=True),
     "bf16": Case(attach={"compress": "bf16"}),
     "fp16": Case(attach={"compress": "fp16"}),
@@ -124,7 +129,7 @@ RESUMED = [
 RESUMED += [(4, "exdyna, scaled", 4)]
 
 
-def parallel(model=None, bucket_bytes=300, **options):
+def parallel(model=None, bucket_bytes=100, **options):
     """Several buckets, which DDP regroups after the first step."""
     return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
 
@@ -149,7 +154,7 @@ def gathered(value):
 
 def started(case):
     """Model, sampler, optimiser and scaler."""
-    workers.WHOLE = 0 if case.divided else 2**40
+    workers.WHOLE = case.short if case.divided else 2**40
     model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace
@@ -249,6 +254,48 @@ def traffic(model, rounds):
     train(model, sampler, 1)
     padded = sum(part_size(parameter, processes) for parameter in model.parameters())
     return (sampler.group.traffic.sent - before) / len(sampler), rounds * (processes - 1) * padded * 8
+
+
+class Waiting(torch.autograd.Function):
+    """Holds up the backward pass until `until` is set."""
+
+    until, in_time = threading.Event(), []
+
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Waiting.in_time.append(Waiting.until.wait(10))
+        return gradient
+
+
+class Stopped(nn.Module):
+    """The backward pass stops between the last layer and the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = network()
+
+    def forward(self, inputs):
+        return self.parts[2](Waiting.apply(self.parts[:2](inputs)))
+
+
+def overlapped():
+    """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
+    first one, which is not held up, DDP has a single bucket."""
+    workers.WHOLE, spread = 0, workers.WorkerGroup.spread
+    Waiting.until.set()
+
+    def noted(*arguments, **more):
+        spread(*arguments, **more)
+        Waiting.until.set()
+
+    model = parallel(Stopped())
+    with mock.patch.object(workers.WorkerGroup, "spread", noted):
+        train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
+    return gathered(Waiting.in_time)
 
 
 def train_without_zeroing(model, sampler):
@@ -353,7 +400,7 @@ def main(target):
     results |= {"broken off": broken_off(3), "overflowed": overflowed()}
     ways = ((parallel, 2), (fully_shard, 1))
     results |= {"traffic": [traffic(wrap(network(width=2000)), rounds) for wrap, rounds in ways]}
-    results |= {"refused": refusals(), "zeroed": zeroed_in_place()}
+    results |= {"refused": refusals(), "zeroed": zeroed_in_place(), "overlapped": overlapped()}
     results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     results |= {("in pairs", background): in_pairs(background) for background in (False, True)}
     if dist.get_rank() == 0:
