@@ -25,7 +25,7 @@ VARIANTS = [
 ]
 # by number of processes: workers, dim, whether processes divide the coordinates to sum values
 SHAPES = {2: [(8, 1000, True), (4, 37, False)], 4: [(8, 1000, True)]}
-ITERATIONS, REFUSED_AT, RESUMED_AT = 7, 2, 4
+ITERATIONS, REFUSED_AT, RESUMED_AT = 5, 1, 3
 
 
 def gradients(count, dim):

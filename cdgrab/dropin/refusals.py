@@ -87,8 +87,8 @@ def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter], names
 def refuse_wrappers(sampler: object) -> None:
     """They use a sampler just as loaders do, so that only a search among all objects finds them."""
     library = sys.modules.get("accelerate.data_loader")
-    sentences = {getattr(library, name, None): sentence for name, sentence in WRAPPERS.items()} if library else {}
-    for found in gc.get_objects() if sentences else ():
+    sentences = {kind: sentence for name, sentence in WRAPPERS.items() if (kind := getattr(library, name, None))}
+    for found in gc.get_referrers(*sentences) if sentences else ():  # objects refer to their classes
         if type(found) in sentences and found.batch_sampler is sampler:
             raise CdgrabError(sentences[type(found)])
 
