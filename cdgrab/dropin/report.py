@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from cdgrab.sorters.base import Sorter
 PERMUTATIONS = 40  # random orders to compare with
 FEWEST = 16  # units of all workers; with fewer a random order may be as good as any
 SURE = 0.95  # of the random orders: a learnt one is balanced if it is better than so many
+DEVIATIONS = 2  # by which the share of signs that are still right must exceed chance to be no accident
 DEAR = 0.25  # of the epoch's time: an order that takes more has to save epochs
 
 Epoch = tuple[Tensor, Tensor]  # rows [workers, seen, coordinates] of the first units of an order [workers, units]
@@ -44,7 +46,8 @@ class Report:
     herding_random: float | None = None  # of random orders of the same gradients, in the mean
     better_than: float | None = None  # the share of these random orders that have a larger bound
     promised: float | None = None  # this order's bound over a random one's, for the gradients that it was learnt from
-    signs_right: float | None = None  # share of signs that made it which still balance; 0.5 if nothing survives
+    signs: int = 0  # that made this order, as far as they can be judged
+    signs_right: float | None = None  # the share of them that still balances; 0.5 if nothing survives
     signs_right_when_made: float | None = None  # the same for the gradients that it was learnt from
     seconds: float = 0.0  # on gradients and orders, in this process; a GPU's own time is not counted
     epoch_seconds: float = 0.0
@@ -56,26 +59,20 @@ class Report:
         return None if not self.herding_random else self.herding_used / self.herding_random
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict}: {self.sentence}"]
-        if self.herding_used is not None:
-            lines.append(
-                f"  epoch {self.epoch}, {self.workers} × {self.units} units, {self.coordinates:,} of {self.dim:,} "
-                f"coordinates"
-            )
-            lines.append(
-                f"  herding bound   {self.herding_used:.4g}; {self.herding_random:.4g} in random order; "
-                f"better than {_percent(self.better_than)} of {PERMUTATIONS} random ones"
-            )
-        if self.promised is not None:
-            lines.append(f"  of a random one {_percent(self.kept)} now, {_percent(self.promised)} when it was made")
-        if self.signs_right is not None:
-            made = _percent(self.signs_right_when_made)
-            lines.append(f"  signs right     {_percent(self.signs_right)} now, {made} when they were made")
-        if self.epoch_seconds:
-            share = _percent(self.seconds / self.epoch_seconds)
-            lines.append(f"  cost            {self.seconds:.3g} s of {self.epoch_seconds:.3g} s ({share}), ")
-            lines[-1] += f"{self.memory_bytes / 2**20:.3g} MiB"
-        return "\n".join(lines)
+        if self.herding_used is None:
+            return f"{self.verdict}: {self.sentence}"
+        rows = {
+            "seen": f"{self.workers} × {self.units} units, {self.coordinates:,} of {self.dim:,} coordinates",
+            "herding bound": f"{self.herding_used:.4g}; {self.herding_random:.4g} in random order "
+            f"(larger for {_percent(self.better_than)} of {PERMUTATIONS} such orders)",
+            "over a random one's": f"{_percent(self.kept)} now, {_percent(self.promised)} when it was learnt",
+            "signs right": f"{_percent(self.signs_right)} of {self.signs} now, "
+            f"{_percent(self.signs_right_when_made)} when they were made",
+            "cost": f"{self.seconds:.3g} s of {self.epoch_seconds:.3g} s, {self.memory_bytes / 2**20:.3g} MiB",
+        }
+        left_out = {"over a random one's": self.promised is None, "signs right": self.signs_right is None}
+        lines = [f"  {name:<21}{text}" for name, text in rows.items() if not left_out.get(name)]
+        return "\n".join([f"{self.verdict}, after epoch {self.epoch}: {self.sentence}", *lines])
 
 
 def made(diagnosis: Diagnosis, sorter: Sorter | None, model: object) -> Report:
@@ -99,7 +96,7 @@ def made(diagnosis: Diagnosis, sorter: Sorter | None, model: object) -> Report:
 
 def _verdict(found: Report, sorter: Sorter | None) -> tuple[str, str]:
     if sorter is not None and not sorter.needs_gradients:
-        return NOT_WORTH, "this sorter's orders are not learnt from gradients"
+        return CANNOT_TELL, "this sorter's orders are not learnt from gradients: try sorter='cd_grab'"
     if found.herding_used is None:
         return CANNOT_TELL, "no epoch has been seen from its start to its end yet"
     if found.promised is None:
@@ -110,8 +107,9 @@ def _verdict(found: Report, sorter: Sorter | None) -> tuple[str, str]:
     balanced = f"the learnt order's herding bound is {_percent(found.kept)} of a random one's{right}"
     if found.better_than < SURE:
         balanced += " (50 % is chance)" if right else ""
-        if found.kept < 1:
-            return CANNOT_TELL, f"{balanced}, which some random orders beat: ask after another epoch"
+        survives = right and (found.signs_right - 0.5) * 2 * math.sqrt(found.signs) > DEVIATIONS
+        if found.kept < 1 or survives:
+            return CANNOT_TELL, f"{balanced}; random orders may be as good: ask after other epochs, too"
         return NOT_WORTH, balanced
     if found.seconds > DEAR * found.epoch_seconds:
         dear = _percent(found.seconds / found.epoch_seconds)
@@ -141,8 +139,8 @@ def compared(now: Epoch, before: Epoch, pairs: bool | None, common: bool, seed: 
         by_unit, known = in_place(rows, order)
         again, known = by_unit.gather(1, old[:, :, None].expand(-1, -1, rows.shape[2])), known.gather(1, old)
         again = torch.where(known[:, :, None], again, rows_before)  # as if it had not changed, but not counted
-        found["signs_right"] = signs_right(again, signs, known, pairs, common)
-        found["signs_right_when_made"] = signs_right(rows_before, signs, torch.ones_like(known), pairs, common)
+        found["signs_right_when_made"], _ = signs_right(rows_before, signs, torch.ones_like(known), pairs, common)
+        found["signs_right"], found["signs"] = signs_right(again, signs, known, pairs, common)
     return found
 
 
@@ -171,8 +169,9 @@ def signs_between(order: Tensor, following: Tensor) -> Tensor:
     return torch.where(slots <= slots[:, -1:], 1, -1)
 
 
-def signs_right(rows: Tensor, signs: Tensor, counted: Tensor, pairs: bool, common: bool) -> float | None:
-    """The share of signs that turn a row against the sum of the signed rows before it, as greedy balancing would.
+def signs_right(rows: Tensor, signs: Tensor, counted: Tensor, pairs: bool, common: bool) -> tuple[float | None, int]:
+    """The share of signs that turn a row against the sum of the signed rows before it, as greedy balancing would, and
+    of how many.
 
     rows [workers, n, dim], signs [workers, at least n], counted [workers, n]: in the order for which signs were found.
     pairs: it is differences of consecutive rows that have signs, otherwise rows less their mean; common: all workers
@@ -190,7 +189,7 @@ def signs_right(rows: Tensor, signs: Tensor, counted: Tensor, pairs: bool, commo
         signed, counted = signed.transpose(0, 1).flatten(0, 1)[None], counted.T.reshape(1, -1)
     right = ((signed.cumsum(1) - signed) * signed).sum(2) <= 0
     right = right[:, 1:][counted[:, 1:]]  # the first has nothing before it
-    return float(right.double().mean()) if len(right) else None
+    return float(right.double().mean()) if len(right) else None, len(right)
 
 
 def _percent(share: float | None) -> str:
