@@ -136,7 +136,7 @@ def test_an_overflow_counts_as_zero():
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     sampler = attached(model, attach={"scaler": scaler})
     seen, observe = [], sampler.sorter.observe
-    sampler.sorter.observe = lambda positions, rows: (seen.append(rows.clone()), observe(positions, rows))
+    sampler.sorter.observe = lambda at, rows, **more: (seen.append(rows.clone()), observe(at, rows, **more))
     with pytest.warns(UserWarning, match="not finite"):
         train(model, sampler, epochs=2, scaler=scaler, factor=lambda step: float("inf") if step == 3 else 1.0)
     assert [bool(rows.any()) for rows in seen] == [step != 3 for step in range(16)]

@@ -35,7 +35,7 @@ class Training:
         self.used, self.told = [], []  # batches that had a backward pass; epochs of the gradients that count
         self._observe, self.sampler.sorter.observe = self.sampler.sorter.observe, self.check
 
-    def check(self, positions, gradients):
+    def check(self, positions, gradients, **more):
         sorter, own = self.sampler.sorter, self.sampler._own
         order = sorter.order(sorter.epoch)[0].tolist()
         for position, gradient in zip(positions, gradients[0], strict=True):
@@ -44,7 +44,7 @@ class Training:
             if gradient.any():  # otherwise it was skipped
                 assert gradient.nonzero().flatten().tolist() == sorted(named)
             self.told.append(sorter.epoch)
-        self._observe(positions, gradients)
+        self._observe(positions, gradients, **more)
 
     def step(self, batch):
         self.used.append(batch)

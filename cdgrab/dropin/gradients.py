@@ -205,7 +205,7 @@ def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient
     """Residuals are kept without the scaler's scale, which may change. After an overflow the result is NaN, so that the
     scaler skips the step."""
     if observer and observer.begin(gradient) == "whole":
-        observer.end(gradient)
+        observer.end(gradient.clone())
     scale = ledger.scale()
     try:
         return ledger.sparsifier.reduce(gradient[None] / scale) * scale

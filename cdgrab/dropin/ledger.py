@@ -154,7 +154,7 @@ class Ledger:
         return self.outstanding.counts and self.current_unit() == (self.sorter.epoch, self.batches_done())
 
     def observe(self, gradients: Tensor) -> None:
-        """Gradients [k, dim] of the next k units of this process."""
+        """Gradients [k, dim] of the next k units of this process, which may be overwritten here."""
         with self.lock, self.stopwatch:
             if self.unit == "example":
                 if len(gradients) != self.next_units():
@@ -165,12 +165,12 @@ class Ledger:
                 return
             sorter, start = self.sorter, self.sorter.position
             if sorter.needs_gradients or self.diagnosis:
-                gradients = self._clean(gradients.detach().clone())
+                gradients = self._clean(gradients.detach())
             if self.diagnosis:
                 self.diagnosis.put(start, gradients)
             if not sorter.needs_gradients:  # it was made before the model was known, with dim 1
                 gradients = gradients.new_zeros(len(gradients), sorter.dim)
-            sorter.observe(range(start, start + len(gradients)), gradients[None])
+            sorter.observe(range(start, start + len(gradients)), gradients[None], unseen=True)  # it is finite
             self._finish_epoch()
 
     def begin_shares(self, like: Tensor) -> None:

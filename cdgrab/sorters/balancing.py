@@ -94,15 +94,21 @@ class BalancingSorter(Sorter):
         """The rows [n, local workers, row_dim] that these gradients complete."""
         if self.units_per_row == 1:
             return gradients.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        if self._unpaired.shape[1]:
+        waiting, room = self._unpaired.shape[1], self._order_server(gradients.is_cuda).room
+        if gradients.shape[1] == 1 and waiting:  # a unit at a time needs no memory but that of the first
+            rows = self._unpaired.to(gradients).sub_(gradients).transpose(0, 1)
+            self._unpaired = gradients.new_empty(self.local_workers, 0, self.row_dim)
+            return rows
+        if gradients.shape[1] == 1:
+            self._unpaired = room(gradients, *gradients.shape).copy_(gradients)
+            return gradients.transpose(0, 1)[:0]
+        if waiting:
             gradients = torch.cat([self._unpaired.to(gradients), gradients], dim=1)
         pairs = gradients.shape[1] // 2
         by_position = gradients[:, : 2 * pairs].transpose(0, 1)
-        room = self._order_server(gradients.is_cuda).room(
-            gradients, pairs, *by_position.shape[1:]
-        )  # may be interrupted
-        self._unpaired = gradients[:, 2 * pairs :].to(torch.float64, copy=True)
-        return torch.sub(by_position[0::2], by_position[1::2], out=room)
+        memory = room(gradients, pairs, *by_position.shape[1:])  # may be interrupted
+        self._unpaired = gradients[:, 2 * pairs :].clone()
+        return torch.sub(by_position[0::2], by_position[1::2], out=memory)
 
     def _take(self, units: int, rows: Tensor) -> None:
         """Count the units as observed and submit their rows. `position` is advanced before anything that can be
@@ -157,6 +163,7 @@ class BalancingSorter(Sorter):
 
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         own, balancers = {name: getattr(self, name) for name in OWN}, self._balancer.values()
+        own["_unpaired"] = own["_unpaired"].double()
         return (own, balancers) if self._balancer.common else (own | balancers, {})
 
     def _value_names(self) -> tuple[set[str], set[str]]:
