@@ -46,11 +46,10 @@ class ShardedGradients:
         sizes = every.sizes() if self._shares else [parameter.numel() for parameter in self._parameters]
         places = (slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
         self._places = {id(parameter): place for parameter, place in zip(self._parameters, places, strict=True)}
+        dtype = torch.promote_types(common_dtype(self._parameters), torch.float32)
         mesh = self._sharded[0].device_mesh if self._sharded else None
-        device = mesh.device_type if mesh else self._others[0].device  # parameters may be offloaded
-        self._like = torch.empty(
-            0, dtype=torch.promote_types(common_dtype(self._parameters), torch.float32), device=device
-        )
+        device = mesh.device_type if mesh else self._others[0].device  # sharded parameters may be offloaded
+        self._like = torch.empty(0, dtype=dtype, device=device)
         self._unit = self._ledger if self._shares else WholeGradient(self._ledger, sum(sizes))
         self._hook = ShardHook(self._modules, self._sharded, self._group, self._take, whole=not self._shares)
         self._hook.register()

@@ -87,9 +87,9 @@ class CoordinatedBalancer(Balancer):
         return (signs if self.divided else self.group.from_worker(0, signs))[:, self.group.local]
 
     def values(self) -> dict[str, Tensor]:
-        """The whole running sum, wherever its coordinates are."""
+        """The whole running sum, wherever its coordinates are; if they are divided, there may be no room on a GPU."""
         if self.divided:
-            return {"running": self.division.unshard(self.running[0])[None]}
+            return {"running": self.division.unshard(self.running[0].cpu())[None]}
         return {"running": self.group.from_worker(0, self.running.clone())}
 
     def divide(self, division: Division, empty: bool) -> None:
@@ -162,7 +162,7 @@ class CoordinatedPairBalance(BalancingSorter):
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         per_worker, common = super()._values()
         if self._shares is not None:
-            whole = self.division.unshard_rows(self._shares).double()
+            whole = self.division.unshard_rows(self._shares.cpu()).double()
             per_worker["_unpaired"] = whole[:, None]
         return per_worker, common
 
