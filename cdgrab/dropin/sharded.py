@@ -148,12 +148,16 @@ class WholeGradient:
 
     def __init__(self, ledger: Ledger, dim: int) -> None:
         self._ledger, self._dim = ledger, dim
+        self._gradient: Tensor | None = None
 
     def begin_shares(self, like: Tensor) -> None:
-        self._gradient = like.new_empty(1, self._dim)
+        self._gradient = like.new_empty(1, self._dim) if self._gradient is None else self._gradient
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
-        self._gradient[:, place] = self._gradient[:, place] + share if add else share
+        if add:
+            self._gradient[:, place] += share
+        else:
+            self._gradient[:, place] = share
 
     def end_shares(self) -> None:
         self._ledger.observe(self._gradient)
