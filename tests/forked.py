@@ -19,6 +19,7 @@ from torch.multiprocessing import start_processes
 
 from cdgrab.balance import kernels
 from experiments import train
+from experiments.training.loop import Trainer
 
 
 def forked(processes, work, *arguments):
@@ -86,6 +87,25 @@ def started_run(arguments, printed, before=lambda: None):
     file `printed`."""
     with started(_run, arguments, printed, before) as process:
         yield process
+
+
+def stop_after(epochs):
+    """For `before`: the run stands still amid the epoch after so many, else it may be done before anybody looks."""
+    train_block = Trainer._train_block
+
+    def stop(trainer, *arguments):
+        if trainer.epochs_done == epochs:
+            Trainer._train_block = train_block
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return train_block(trainer, *arguments)
+
+    Trainer._train_block = stop
+
+
+def wait_until_stopped(process):
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert process.is_alive()
+        time.sleep(0.01)
 
 
 def _run(arguments, printed, before):

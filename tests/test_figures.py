@@ -297,8 +297,9 @@ def reproduced(checkout):
     done = call(
         checkout,
         f"""
-import sys
+import gc, sys
 from scripts import reproduce
+gc.freeze()  # every notebook and every run looks for garbage, not among all that is imported
 if reproduce.main(["LR-HMDA", *{OPTIONS}]):
     sys.exit("reproducing LR-HMDA failed")
 print("=" * 9, flush=True)

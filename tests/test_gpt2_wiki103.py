@@ -386,11 +386,11 @@ def test_embedded_default_is_wikipedia_with_tokens_trained_on_it():
     blocks, _ = text_blocks.load(run.source, run.config.task.vocabulary, 64, most=(1600, None))
     assert blocks.train.shape == (1600, 64) and len(blocks.valid) > 1000 and blocks.vocabulary == 1024
     tokenizer, _ = text_blocks.tokenizer(run.source, 1024)
-    texts = [wikitext.strip_markup(markup) for markup in wikitext.articles(run.source.files[0])]
-    assert run.source.description == f"{len(texts)} articles of Wikipedia (gensim)"
-    for tokens, text in ((blocks.train, texts[1]), (blocks.valid, texts[0])):
+    valid, train, *others = wikitext.articles(run.source.files[0])
+    assert run.source.description == f"{2 + len(others)} articles of Wikipedia (gensim)"
+    for tokens, markup in ((blocks.train, train), (blocks.valid, valid)):
         start = tokenizer.decode(tokens[:3].ravel().tolist())
-        assert text.startswith(start[:-1]) and len(start) > 200
+        assert wikitext.strip_markup(markup).startswith(start[:-1]) and len(start) > 200
     with pytest.raises(CdgrabError, match="GPT-2's own tokens are not embedded"):
         text_blocks.tokenizer(run.source, None)
 

@@ -19,14 +19,16 @@ ROW_BYTES = 8  # of one row [1, 1] in float64
 class Recorder:
     """A balancer that remembers what it was given."""
 
-    def __init__(self, block_bytes, delay=0.0):
-        self.block_bytes, self.seen, self.delay, self.threads = block_bytes, [], delay, set()
+    def __init__(self, block_bytes):
+        self.block_bytes, self.seen, self.threads = block_bytes, [], set()
+        self.may_decide = threading.Event()
+        self.may_decide.set()
 
     def size(self, rows):
         return rows.nbytes
 
     def decide(self, first, rows):
-        time.sleep(self.delay)
+        assert self.may_decide.wait(60)
         self.threads.add(threading.current_thread())
         assert first == len(self.seen)
         self.seen += rows[:, 0, 0].tolist()
@@ -64,12 +66,13 @@ def test_every_row_is_decided_once_and_in_order(sizes, block, buffer, background
 
 
 def test_a_thread_decides_while_the_caller_goes_on_but_never_holds_more_than_its_buffer():
-    balancer = Recorder(0, delay=0.5)
+    balancer = Recorder(0)
+    balancer.may_decide.clear()
     server = OrderServer(balancer, 4 * ROW_BYTES, background=True)
-    began = time.perf_counter()
     submit(server, 0, 2)
     submit(server, 2, 4)
-    assert time.perf_counter() - began < 0.45, "two blocks fit: nobody waits"
+    assert not balancer.seen, "two blocks fit: nobody waits"
+    threading.Timer(0.2, balancer.may_decide.set).start()
     submit(server, 4, 6)  # waits for the first
     assert len(balancer.seen) >= 2
     assert sum(block.size for block in server._running) <= 4 * ROW_BYTES

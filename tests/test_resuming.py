@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import started_run
+from forked import started_run, stop_after, wait_until_stopped
 from torch.utils._pytree import tree_leaves
 
 from cdgrab.errors import CdgrabError, Stopped, warn
@@ -191,9 +191,8 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("number, status, word", [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")])
 def test_a_signal_saves_everything_and_says_how_to_go_on(undisturbed, tmp_path, number, status, word, capsys):
     folder = tmp_path / "run"
-    with started_run([*RUN, f"run_dir={folder}"], tmp_path / "printed") as process:
-        wait_for(folder, 2, process.is_alive)
-        os.kill(process.pid, signal.SIGSTOP)  # else it may be done before anybody looks
+    with started_run([*RUN, f"run_dir={folder}"], tmp_path / "printed", partial(stop_after, 2)) as process:
+        wait_until_stopped(process)
         assert train.main([*RUN, f"run_dir={folder}", "resume=true"]) == 2
         assert f"is being written by process {process.pid} on" in capsys.readouterr().err
         os.kill(process.pid, number)
