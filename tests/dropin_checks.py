@@ -1,6 +1,5 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
-import io
 import threading
 import warnings
 from dataclasses import dataclass, field
@@ -11,24 +10,25 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from dropin_cases import EPOCHS, Awkward, Mixed, dataset, network, train
-from torch import nn
-from torch.distributed import checkpoint
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
+from sharded_cases import (
+    average,
+    by_columns,
+    by_layers,
+    by_tensors,
+    in_bf16,
+    in_replicas,
+    partly,
+    saved_and_loaded,
+    weights,
 )
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.runtime import group as workers
-from cdgrab.runtime.fsdp import is_sharded, part_size
+from cdgrab.runtime.fsdp import part_size
 
 
 @dataclass
@@ -48,41 +48,6 @@ class Case:
     @property
     def accumulate(self):
         return self.loop.get("accumulate", 1)
-
-
-def by_layers(model):
-    fully_shard(model[0])
-    return fully_shard(model)
-
-
-def partly(model):
-    """Nobody averages the gradients of the last layer, until the script does."""
-    fully_shard(model[0])
-    return model
-
-
-def by_columns(model):
-    """One parameter, the one that can be divided evenly; shards and what belongs to them stay on the CPU."""
-    return fully_shard(
-        model,
-        offload_policy=CPUOffloadPolicy(pin_memory=False),
-        shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (2, 8) else None,
-    )
-
-
-def in_bf16(model):
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-
-
-def in_replicas(model, replicas=2):
-    sizes = (replicas, dist.get_world_size() // replicas)
-    return fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")))
-
-
-def by_tensors(model):
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensors"))
-    parallelize_module(model, mesh["tensors"], {"0": ColwiseParallel()})
-    return fully_shard(model, mesh=mesh["data"])
 
 
 ACCUMULATED = {"batch_size": 2, "accumulation_steps": 2, "drop_last": True}
@@ -138,14 +103,6 @@ def sampler_of(batch_size=3, seed=3, **options):
     return OrderedBatchSampler(dataset(), batch_size, seed=seed, **options)
 
 
-def weights(model):
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass it may still have the whole parameters
-    whole = [parameter.full_tensor() if is_sharded(parameter) else parameter for parameter in model.parameters()]
-    return torch.cat([parameter.detach().flatten() for parameter in whole])
-
-
 def gathered(value):
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, value)
@@ -166,12 +123,6 @@ def started(case):
     return model, sampler, optimiser, scaler
 
 
-def average(parameters):
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def trained(case):
     model, sampler, optimiser, scaler = started(case)
     visited = train(model, sampler, optimiser=optimiser, scaler=scaler, **case.loop)
@@ -184,10 +135,7 @@ def resumed(case, stop_after, folder):
     before, after = started(case), started(case)
     visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
     state = before[1].state_dict()
-    if case.shard:
-        torch.save(state, saved := io.BytesIO())
-        checkpoint.save({"sampler": saved.getvalue()}, checkpoint_id=folder)
-        state = loaded(folder)
+    state = saved_and_loaded(state, folder) if case.shard else state
     for old, new in zip(before, after, strict=True):
         if new is not None:
             new.load_state_dict(state if old is before[1] else old.state_dict())
@@ -195,12 +143,6 @@ def resumed(case, stop_after, folder):
         *after[:2], EPOCHS - len(visited) + (stop_after % len(after[1]) > 0), optimiser=after[2], scaler=after[3]
     )
     return {"visited": gathered(visited), "weights": weights(after[0]), "state": state}
-
-
-def loaded(folder, **options):
-    state = {"sampler": b""}
-    checkpoint.load(state, checkpoint_id=folder, **options)
-    return torch.load(io.BytesIO(state["sampler"]), weights_only=True)
 
 
 def broken_off(stop_after):

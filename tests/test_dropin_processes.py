@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
-from dropin_checks import CASES, RESUMED, TRAINED, loaded, sampler_of
+from dropin_checks import CASES, RESUMED, TRAINED, sampler_of
 from process_runs import PROCESSES
+from sharded_cases import loaded
 from test_dropin_report import check_report
 from torch import nn
 
