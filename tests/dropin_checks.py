@@ -315,6 +315,7 @@ def refusals():
         "FSDP1": lambda: sampler_of().attach(FullyShardedDataParallel(network(), device_id=torch.device("cpu"))),
         "tensors": lambda: sampler_of().attach(by_tensors(network())),
         "replicas": lambda: sampler_of().attach(in_replicas(network(), 1)),
+        "whole replicas": lambda: sampler_of().attach(in_replicas(network(), dist.get_world_size())),
         "sharded twice": lambda: [sampler_of().attach(model) for model in [by_layers(network())] * 2],
         "sharded, compressed": lambda: sampler_of().attach(by_layers(network()), compress="bf16"),
         "sharded, examples": lambda: sampler_of(unit="example").attach(by_layers(network())),

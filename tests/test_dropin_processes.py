@@ -189,6 +189,7 @@ def test_refusals_name_the_way_out(found, processes):
     assert "use fully_shard of torch.distributed.fsdp instead" in sentences["FSDP1"]
     assert "divided by tensor parallelism" in sentences["tensors"]
     assert "use a mesh of one dimension, or sketch='countsketch'" in sentences["replicas"]
+    assert "use DistributedDataParallel instead of fully_shard" in sentences["whole replicas"]
     assert "FSDP takes only one" in sentences["sharded twice"]
     assert "MixedPrecisionPolicy(reduce_dtype=…) instead" in sentences["sharded, compressed"]
     assert "use unit='batch'" in sentences["sharded, examples"]

@@ -55,6 +55,8 @@ def refuse_other_shards(group: WorkerGroup, parameters: Sequence[nn.Parameter]) 
                 "with a mesh of data-parallel processes only"
             )
         _refuse_other_processes(group, mesh.mesh.flatten().tolist().index(mesh.get_rank()), mesh.size(), "FSDP")
+        if mesh.size(mesh.ndim - 1) == 1 < mesh.size():
+            raise CdgrabError("this mesh has whole replicas only: use DistributedDataParallel instead of fully_shard")
 
 
 def refuse_replicas(parameters: Sequence[nn.Parameter]) -> None:
