@@ -79,10 +79,12 @@ def test_counted_traffic_is_that_of_an_all_reduce_and_a_few_numbers(results):
     one, four, short = bench_results.read_rows("traffic")
     assert one.keys() >= KEYS["traffic"] and (one["processes"], one["units_per_step"]) == (2, 1)
     # Half of 40,000 floats to the other process, half of their mean to it: the all-reduce, and all that D-RR sends but
-    # for a float32 loss per step. The epoch's 4 pairs of 2 workers: a Gram matrix of 8 rows and the sum, in float64.
+    # for a float32 loss per step and, once, whether anybody asked for the end. The epoch's 4 pairs of 2 workers: a Gram
+    # matrix of 8 rows and the sum, in float64.
     assert one["allreduce_bytes"] == one["author_bytes"] == 4 * 40_000
-    assert one["d_rr_bytes"] == 4 * 40_000 + 4
-    assert one["bytes"] == 4 * 40_000 + 4 + 8 * 9 * 9 / traffic.STEPS
+    losses = 4 * (traffic.STEPS + 1) / traffic.STEPS
+    assert one["d_rr_bytes"] == round(4 * 40_000 + losses)
+    assert one["bytes"] == round(4 * 40_000 + losses + 8 * 9 * 9 / traffic.STEPS)
     # four units: the mean as before, and half of each of the two pair differences
     assert four["author_bytes"] == 4 * one["author_bytes"]
     assert 0 < four["bytes"] - 2 * 4 * 40_000 < 0.01 * 4 * 40_000
