@@ -19,7 +19,7 @@ from experiments.store import files
 from experiments.studies import timing
 from experiments.tasks import make_task
 from experiments.training.config import compose
-from scripts.bench import balance, epoch, fleet, flips, measure, memory, peers, traffic
+from scripts.bench import balance, dropin, epoch, fleet, flips, measure, memory, models, peers, traffic
 from scripts.bench.__main__ import main
 
 KEYS = {  # as the issue names them
@@ -60,6 +60,15 @@ def test_runs_together_are_measured_on_whatever_data_there_is(results):
     (row,) = bench_results.read_rows("fleet")
     assert (row["task"], row["replicas"]) == ("lr_hmda", 2) and row["data"]
     assert row["speedup"] == pytest.approx((row["cd_grab_s"] + row["d_rr_s"]) / row["together_s"], rel=0.01)
+
+
+def test_every_model_of_the_drop_in_benchmark_is_there():
+    assert {name for cases in dropin.CASES.values() for name, _ in cases} == set(models.MODELS)
+    for name, count in {"linear": 955_050, "convolutional": 962_314, "mlp": 5_824_522}.items():
+        trained = models.MODELS[name]
+        made, batch = trained.make(), trained.examples(3, "cpu").__getitems__([2, 0])
+        assert sum(parameter.numel() for parameter in made.parameters()) == count
+        assert trained.loss(made, *batch).isfinite()
 
 
 def test_rows_have_the_agreed_keys_and_plausible_values(results):

@@ -159,6 +159,30 @@ def test_gradients_by_autograd_grad():
     assert len(seen) == 8
 
 
+def test_gradients_that_do_not_stay_in_grad():
+    """Steps inside the backward pass, which leave nothing; and torch.autograd.grad after backward passes."""
+    model = network()
+    seen, expected = seen_by(sampler := attached(model)), []
+
+    def step(parameter):
+        expected.append(parameter.grad.flatten())
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for batch in sampler:
+        one_pass(model, batch)
+        torch.testing.assert_close(seen[-1][0].sum(), torch.cat(expected).sum(), rtol=1e-12, atol=1e-12)
+        expected.clear()
+    model = network()
+    with pytest.raises(CdgrabError, match="are not in .grad.*paused"):
+        for index, batch in enumerate(attached(model)):
+            _, inputs, labels = dataset().tensors
+            loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+            torch.autograd.grad(loss, model.parameters()) if index == 2 else loss.backward()
+            model.zero_grad()
+
+
 def test_sparse_embeddings():
     def run(sparse):
         torch.manual_seed(0)
