@@ -3,7 +3,8 @@
 Does what `gram` does, with numba: float32 rows are multiplied in float64 without a copy and without leaving the cache.
 Signs are those of one process, to the last one. Running sums have the same bits in both, inner products do not: each
 way rounds differently. So a sign is taken from the products only if no rounding could change it. The others, which are
-few, are settled by what one process would do, with whole rows.
+few, are settled by what one process would do, with whole rows. (Only numbers so small that their squares vanish, below
+1e-154, could deceive it.)
 """
 
 from __future__ import annotations
