@@ -36,7 +36,7 @@ def cases(processes, how):
     for shape in shapes(processes) if processes == 2 or "resumed" not in how else SHAPES[:3]:
         for kind in KINDS if how == "divided" else ("random", "cancelling"):
             yield shape, kind, {}
-        for options in OPTIONS if shape in SHAPES[:3] else ():
+        for options in OPTIONS if shape in (SHAPES[:3] if processes == 2 else SHAPES[1:2]) else ():
             yield shape, "random", options
 
 
