@@ -52,19 +52,20 @@ class Division:
 
     def unshard(self, mine: Tensor) -> Tensor:
         """[width] of every process -> [dim], on every process."""
-        kept = self.group.unshard(mine, sum(self.widths), self.widths)
-        if self._consecutive:
-            return kept
-        whole = torch.empty_like(kept)
-        for piece, part in zip(self._all, kept.split(list(map(_size, self._all))), strict=True):
-            whole[piece] = part
-        return whole
+        return self._in_order(self.group.unshard(mine, sum(self.widths), self.widths))
 
     def unshard_rows(self, rows: Tensor) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
-        own = range(self.group.workers)[self.group.local]
-        whole = [row for worker, row in enumerate(map(self.unshard, rows)) if worker in own]
-        return torch.stack(whole)  # unsharded one at a time, so that no process holds the rows of all workers
+        return self._in_order(self.group.unshard_rows(rows, self.widths))
+
+    def _in_order(self, by_owner: Tensor) -> Tensor:
+        """[..., dim], the coordinates of the first process first, then those of the second, … -> in their own order."""
+        if self._consecutive:
+            return by_owner
+        whole = torch.empty_like(by_owner)
+        for piece, part in zip(self._all, by_owner.split(list(map(_size, self._all)), dim=-1), strict=True):
+            whole[..., piece] = part
+        return whole
 
     @cached_property
     def _all(self) -> list[slice]:

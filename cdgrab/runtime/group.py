@@ -172,6 +172,19 @@ class WorkerGroup:
                 wait.wait()
         self.traffic.sent += parts[self.rank].nbytes * len(others)
 
+    def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
+        """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
+        if self.world_size == 1:
+            return rows
+        local, mine = self.local_workers, rows.shape[1]
+        sizes = [local * width for width in widths]
+        out = rows.new_empty(sum(sizes))
+        with self.traffic.collective("all-to-all"):
+            sent = rows.contiguous().flatten()
+            dist.all_to_all_single(out, sent, sizes, [local * mine] * self.world_size, group=self.channel)
+        self.traffic.sent += (self.workers - local) * mine * rows.element_size()
+        return torch.cat([part.view(local, -1) for part in out.split(sizes)], dim=1)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, on every process. `tensor` is overwritten."""
         if self.world_size > 1:
