@@ -66,7 +66,7 @@ class OverlappingHook:
         self._places, self._dtype = places(parameters), common_dtype([*parameters, torch.empty(0)])
         self._dim = sum(parameter.numel() for parameter in parameters)
         self._group, self._observer, self._wire = group, observer, wire
-        self._on_cpu = parameters[0].device.type == "cpu"
+        self._device = parameters[0].device
         self._pieces: list[Piece] = []
         self._regrouped = False  # some pieces of this step have no place yet
         self._held: list[tuple[Piece, Tensor]] = []  # their shares
@@ -78,7 +78,7 @@ class OverlappingHook:
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
         register(model, self, OverlappingHook.communicate)
-        self._beside = _Thread(self._group) if self._on_cpu else _Stream(self._group)
+        self._beside = _Stream(self._group, self._device) if self._device.type == "cuda" else _Thread(self._group)
 
     # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
     def communicate(self, bucket):
@@ -216,10 +216,10 @@ class _Thread:
 class _Stream:
     """Does jobs at once, on a stream of a GPU: collectives only queue there."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group, self._stream = group, torch.cuda.Stream()
+    def __init__(self, group: WorkerGroup, device: torch.device) -> None:
+        self.group, self._stream = group, torch.cuda.Stream(device)
 
     def run(self, job: Callable[[], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             job()
