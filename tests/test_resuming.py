@@ -254,12 +254,12 @@ def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
 
 COUNTERFEITS = [
     *((name, torch.ones(2, 3)) for name in ("replay", "seconds", "metrics")),  # a tensor takes a name for an index
-    *(("epochs_done", value) for value in (None, "text", 10**9, -1, [], float("nan"))),
+    *(("epochs_done", value) for value in (None, "text", 10**9, 10**400, -1, [], float("nan"))),
     *(("position", value) for value in (None, -1, 0.5, {}, 10**9)),
     *(("metrics", value) for value in (None, "text", {}, {"bytes": -1, "sha256": ""}, {"bytes": "1", "sha256": ""})),
     *(("optimiser", value) for value in ([], [torch.zeros(1)], [torch.zeros(0)] * 3)),
     *(("parameters", value) for value in (torch.zeros(3), None)),
-    *(("data", value) for value in (None, {"another file": "0"})),
+    *(("data", value) for value in (None, {"another file": "0"}, {"two\nlines": "0"})),
     *(("carry", [torch.zeros(1)]), ("sorter", {}), ("science", None)),
 ]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from cdgrab.runtime.group import WorkerGroup
 from experiments.store import checkpoint
 from experiments.training import runlog
@@ -96,7 +96,7 @@ def joined(loop: Steps, states: Sequence[dict], group: WorkerGroup) -> tuple[Ten
 
 def refuse_different(group: WorkerGroup, saved: dict | None, directory: Path) -> None:
     """All ranks must find the same checkpoint: hosts that do not share the folder would train different models."""
-    found = group.gather(torch.tensor([_fingerprint(saved)]))
+    found = group.gather(_fingerprint(saved)[None])
     if len(found.unique(dim=0)) > 1:
         words = "; ".join(f"rank {rank} {_words(*row)}" for rank, row in enumerate(found.tolist()))
         raise CdgrabError(f"the processes found different checkpoints in {directory} ({words}): do all hosts see it?")
@@ -106,7 +106,7 @@ def refuse_other_data(before: dict[str, str], now: dict[str, str], directory: Pa
     """before, now: checksums by name, when the checkpoint was made and now."""
     if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise CdgrabError(
-            f"the data changed since the checkpoint in {directory} was made ({', '.join(changed)}); "
+            f"the data changed since the checkpoint in {directory} was made ({', '.join(map(first_line, changed))}); "
             "choose another run_dir"
         )
 
@@ -123,12 +123,12 @@ def alike(some: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def _fingerprint(saved: dict | None) -> list[int]:
+def _fingerprint(saved: dict | None) -> Tensor:
     try:
         content = saved["parameters"].contiguous().view(torch.uint8).numpy().tobytes()
-        return [int(saved["epochs_done"]), int(saved["position"]), zlib.crc32(content)]
+        return torch.tensor([int(saved["epochs_done"]), int(saved["position"]), zlib.crc32(content)])
     except Exception:  # there is none, or it will be refused later
-        return [-1, 0, 0]
+        return torch.tensor([-1, 0, 0])
 
 
 def _words(epochs: int, position: int, checksum: int) -> str:
