@@ -178,3 +178,18 @@ def test_loader_processes_and_threads():
         steps(training, in_a_thread(training.sampler))
     steps(training, in_a_thread(chain(training.sampler, training.sampler)))
     assert training.told[:16] == [0] * 8 + [1] * 8
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches=st.integers(3, 7), ahead=st.integers(1, 2), lengths=st.lists(st.integers(2, 7), min_size=4, max_size=5))
+def test_batches_that_are_kept_when_an_epoch_is_left_early(batches, ahead, lengths):
+    training, held = Training(batches), deque()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in lengths:
+            source = iter(DataLoader(range(training.examples), batch_sampler=training.sampler))
+            for _ in range(length):
+                held.extend(islice(source, ahead + 1 - len(held)))
+                if held:
+                    training.step(held.popleft())
+    assert training.told

@@ -201,6 +201,7 @@ class Ledger:
             self.observe(like.new_zeros(self.next_units(), self.sorter.dim))
         elif self.its_turn():
             width = self.sorter.division.width
+            like = like.float() if like.element_size() < 4 else like  # the gradients to come are not in 16 bits either
             self.begin_shares(like)
             self.take_share(slice(0, width), like.new_zeros(self.sorter.workers, width))
             self.end_shares()

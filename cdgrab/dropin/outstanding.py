@@ -39,8 +39,8 @@ class Outstanding:
     What tells is that a loop asks for batches at a steady pace: at every backward pass it is the same number of batches
     ahead, until an iteration's end. How far is seen at the first backward pass of an iteration that begins with nothing
     outstanding. A loop that begins the next iteration and is then just as far ahead still holds the last batches of the
-    one before; if it is further ahead by just these, it has dropped them. A loop that gets ahead amid an iteration has
-    left out a batch (`sampler.skip()` says so). Asking in vain, after the last batch, counts as asking.
+    one before; if it is further ahead by just these, it has dropped them. A loop that gets further ahead in between
+    has left out a batch (`sampler.skip()` says so). Asking in vain, after the last batch, counts as asking.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Outstanding:
         if not self._older or self._reads_on or self.ahead is None:
             return 0
         ahead = self._is_ahead()
-        held = self.steady and self._read_out and self._asked <= self.ahead <= ahead
+        held = self.steady and self._asked <= self.ahead <= ahead
         return ahead - self.ahead if held else self._older
 
 

@@ -16,7 +16,7 @@ from cdgrab.sorters.base import Sorter
 
 PERMUTATIONS = 40  # random orders to compare with
 FEWEST = 16  # units of all workers; with fewer a random order may be as good as any
-SURE = 0.95  # of the random orders: a learnt one is balanced if it is better than so many
+SURE = 0.95  # a learnt order is balanced if it is better than this share of the random ones
 DEVIATIONS = 2  # by which the share of signs that are still right must exceed chance to be no accident
 DEAR = 0.25  # of the epoch's time: an order that takes more has to save epochs
 

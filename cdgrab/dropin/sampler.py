@@ -56,7 +56,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
     Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,
     also over the end of an epoch: the next order is then made without the last gradients, which come too late and count
     for no other epoch. Whoever leaves out a batch says so with `skip()`: nobody can tell it from one fetched ahead
-    (amid an epoch it is noticed, and the rest of that epoch does not count).
+    (in the middle of an epoch it is noticed, and the rest of that epoch does not count).
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def report(self) -> Report:
         """Does the order help? Of the last complete epoch: how well its order balanced the gradients, beside random
         orders of the same gradients; how much of the balance outlasts the epoch it was learnt from; what orders cost;
-        and a verdict. Call `print(sampler.report())` after an epoch, on all processes together.
+        and a verdict. Call `print(sampler.report())` after an epoch, on all processes together. Under DDP the
+        first epoch is not judged, since DDP regroups its buckets in it.
 
         It needs `diagnose=True`, or a number of coordinates to keep of every gradient (True: 256). That takes so much
         memory per unit, for three epochs, and a little time in every step; without it there is nothing to pay.

@@ -105,7 +105,7 @@ class ShardedGradients:
             if not self._hook.synchronises():
                 raise CdgrabError(
                     "FSDP has not reduced the gradients of this batch: make the sampler with accumulation_steps=…, and "
-                    "call set_requires_gradient_sync(True) before the last backward pass of so many"
+                    "call set_requires_gradient_sync(True) before the last backward pass of each unit"
                 )
             self._end_unit()
 

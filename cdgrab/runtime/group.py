@@ -294,7 +294,17 @@ def one_worker_per_process(channel: object = None) -> WorkerGroup:
             raise CdgrabError(f"{processes} processes are not connected: call init_process_group of torch.distributed")
         return WorkerGroup(1)
     processes = dist.get_world_size(channel)
-    return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel)
+    return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel, timeout=_patience(channel))
+
+
+def _patience(channel: object) -> float | None:
+    """The seconds that the processes gave their collectives; None if torch does not tell. A new channel has torch's own
+    limit otherwise, whatever they chose."""
+    try:
+        backend = (channel or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # another version of torch, or no backend for a CPU
+        return None
 
 
 def disconnect() -> None:

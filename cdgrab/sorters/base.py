@@ -87,10 +87,10 @@ class Sorter(WorkerState):
         positions [k]: consecutive positions of this epoch's order, starting where the last call ended;
         gradients [local workers, k, dim], which are copied. A refused call changes nothing; after an interrupted one
         `position` tells how much was taken.
-        Any split of the epoch into calls gives the same result: to the last bit on a CPU where this process holds all
-        coordinates. On a GPU, or if coordinates are divided between processes, rows are decided in blocks, and inner
-        products are summed in an order that depends on where the blocks are split. An inner product within rounding
-        error of its limit (some 1e-13 of |r|·|v|) may then fall on the other side.
+        Any split of the epoch into calls gives the same result: to the last bit on a CPU with numba. On a GPU, or
+        without numba if coordinates are divided between processes, rows are decided in blocks, and inner products are
+        summed in an order that depends on where the blocks are split. An inner product within rounding error of its
+        limit (some 1e-13 of |r|·|v|) may then fall on the other side.
         unseen: skip the finiteness check, which would wait for the GPU; the caller checks later.
         """
         positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()

@@ -16,13 +16,8 @@ from experiments.report.text import FEWEST_SEEDS
 from experiments.store.files import RESULTS
 from experiments.store.records import METRICS, read_manifest, read_metrics
 
-HARMLESS = {
-    "name",
-    "epochs",
-    "initial_weights",
-    "herding_every",
-    "herding_replays",
-}  # may differ from the paper's when its curves are drawn
+# may differ from the paper's when its curves are drawn
+HARMLESS = {"name", "epochs", "initial_weights", "herding_every", "herding_replays"}
 PAPERS_PRETRAINED = "fig11_gpt2_wiki103/WikiText-103"  # the folder of runs whose models the paper's GLUE starts from
 
 
