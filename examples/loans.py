@@ -11,7 +11,7 @@ def loans() -> TensorDataset:
     """Standardised features [55] and labels: 0 denied, 1 approved."""
     (features, labels), _ = hmda.load(hmda.locate(data="embedded"))
     features = (features - features.mean(axis=0)) / features.std(axis=0)
-    return TensorDataset(torch.from_numpy(features).float(), torch.from_numpy(labels).long())
+    return TensorDataset(torch.from_numpy(features).float(), torch.tensor(labels, dtype=torch.long))
 
 
 def network() -> nn.Module:

@@ -240,6 +240,22 @@ def overlapped():
     return gathered(Waiting.in_time)
 
 
+def skipped_in_16_bits():
+    """The type in which a pair begun by a skipped batch is kept, and the seconds that the exchange may take."""
+    workers.WHOLE, limit = 0, timedelta(seconds=77)
+    group = dist.new_group(timeout=limit)
+    model = DistributedDataParallel(network().bfloat16(), process_group=group)
+    sampler, kept = sampler_of(process_group=group).attach(model), []
+    for index, (_, inputs, labels) in enumerate(DataLoader(dataset(), batch_sampler=sampler)):
+        model.zero_grad()
+        if index % 2:
+            nn.functional.cross_entropy(model(inputs.bfloat16()), labels).backward()
+        else:
+            sampler.skip()
+            kept.append(sampler.sorter._shares is not None and sampler.sorter._shares.dtype)
+    return kept[0], sampler.group.timeout
+
+
 def train_without_zeroing(model, sampler):
     for _, inputs, labels in DataLoader(dataset(), batch_sampler=sampler):
         nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -344,6 +360,7 @@ def main(target):
     ways = ((parallel, 2), (fully_shard, 1))
     results |= {"traffic": [traffic(wrap(network(width=2000)), rounds) for wrap, rounds in ways]}
     results |= {"refused": refusals(), "zeroed": zeroed_in_place(), "overlapped": overlapped()}
+    results["skipped in 16 bits"] = skipped_in_16_bits()
     results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     results |= {("in pairs", background): in_pairs(background) for background in (False, True)}
     if dist.get_rank() == 0:

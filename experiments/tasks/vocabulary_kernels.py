@@ -19,7 +19,8 @@ PROGRAMS = 1024  # keep a large GPU busy
 
 
 def cross_entropy(outputs: Tensor, embeddings: Tensor, targets: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses of all words and the gradients of each worker's mean loss.
+    """The losses of all words and the gradients of each worker's mean loss. Embeddings of one run may lie apart from
+    those of the next, as they do in vectors of all parameters; they are not copied.
 
     outputs [runs, workers, words, hidden], embeddings [runs, classes, hidden], targets [runs, workers, words] -> losses
     like `targets` and the gradient of `outputs`; that of the embeddings is written `into` [runs, workers, classes,
@@ -47,8 +48,9 @@ def _read(outputs: Tensor, embeddings: Tensor, targets: Tensor, means: bool) -> 
     sums = outputs.new_empty(parts, runs, rows, size) if means else outputs.new_empty(0)
     grid, width = (blocks, parts, runs), max(16, triton.next_power_of_2(size))
     _read_classes[grid](
-        outputs, embeddings.contiguous(), tops, totals, sums, rows, classes, each, size, ROWS, CLASSES, width, means
-    )
+        outputs, embeddings, tops, totals, sums, embeddings.stride(0),
+        rows, classes, each, size, ROWS, CLASSES, width, means,
+    )  # fmt: skip
     whole = torch.logsumexp(tops + totals.log(), dim=0)
     wanted = embeddings.gather(1, targets[..., None].expand(-1, -1, size))
     found = (sums * (tops - whole).exp()[..., None]).sum(0) if means else sums
@@ -59,14 +61,14 @@ def _write(outputs: Tensor, embeddings: Tensor, targets: Tensor, normalisers: Te
     (runs, workers, words, size), classes = outputs.shape, embeddings.shape[1]
     grid, width = (triton.cdiv(classes, CLASSES), workers, runs), max(16, triton.next_power_of_2(size))
     _write_classes[grid](
-        into, outputs, embeddings.contiguous(), targets, normalisers.contiguous(), *into.stride()[:2],
+        into, outputs, embeddings, targets, normalisers, embeddings.stride(0), *into.stride()[:2],
         words, classes, size, 32, CLASSES, width,
     )  # fmt: skip
 
 
 @triton.jit
 def _read_classes(
-    outputs, embeddings, tops, totals, sums, rows, classes, each, size,
+    outputs, embeddings, tops, totals, sums, apart, rows, classes, each, size,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one run against some classes: the highest score, the sum of exponentials relative to it, and with
@@ -80,7 +82,7 @@ def _read_classes(
     start = tl.program_id(1) * each
     for first in range(start, tl.minimum(start + each, classes), CLASSES):
         number = first + tl.arange(0, CLASSES)
-        where = embeddings + (run * classes + number)[:, None] * size + unit[None, :]
+        where = embeddings + run * apart + number[:, None] * size + unit[None, :]
         its = tl.load(where, mask=(number < classes)[:, None] & real[None, :], other=0.0)
         scores = tl.dot(mine, tl.trans(its), input_precision=PRECISION, out_dtype=mine.dtype)
         scores = tl.where((number < classes)[None, :], scores, LOWEST)
@@ -99,14 +101,14 @@ def _read_classes(
 
 @triton.jit
 def _write_classes(
-    into, outputs, embeddings, targets, normalisers, run_stride, worker_stride, words, classes, size,
+    into, outputs, embeddings, targets, normalisers, apart, run_stride, worker_stride, words, classes, size,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some embeddings for the words of one worker of one run."""
     run, worker, unit = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     number, real = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES), unit < size
     known = (number < classes)[:, None] & real[None, :]
-    its = tl.load(embeddings + (run * classes + number)[:, None] * size + unit[None, :], mask=known, other=0.0)
+    its = tl.load(embeddings + run * apart + number[:, None] * size + unit[None, :], mask=known, other=0.0)
     found = tl.zeros((CLASSES, WIDTH), its.dtype)
     first = (run * tl.num_programs(1) + worker) * words
     for start in range(0, words, ROWS):
