@@ -226,16 +226,21 @@ def _source(task: str, data: str) -> dict:
 
 
 def _differs(key: str, before: object, now: object) -> bool:
-    """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are."""
+    """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are. Cells may be
+    left out besides, and chosen rates differ, by which parts are named: results of others are kept for later."""
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
+    if key == "cells":
+        return any(before[name] != now[name] for name in before.keys() & now.keys())
+    if key == "chosen":
+        return False
     return not set(before) <= set(now) if key == "sorters" else before != now
 
 
 def _settings(config: DictConfig) -> DictConfig:
     settings = OmegaConf.to_container(config, resolve=True)
-    if "tasks" in settings:  # a size may leave one out: null
-        settings["tasks"] = {task: changes for task, changes in settings["tasks"].items() if changes is not None}
+    for several in {"tasks", "cells"} & settings.keys():  # a size may leave one out: null
+        settings[several] = {name: own for name, own in settings[several].items() if own is not None}
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
 
 
@@ -260,6 +265,7 @@ def _name(line: dict, parts: list[Part]) -> str:
 
 
 def _write_in_order(study: Study, lines: dict[str, dict], parts: list[Part]) -> None:
-    """The lines of the study's parts, in their order: parts are finished in any."""
+    """The lines of the study's parts, in their order: parts are finished in any. Those of cells left out follow."""
     names = dict.fromkeys(_name(part.key, parts) for part in parts)
+    names |= dict.fromkeys(lines if "cells" in study.settings else ())
     records.rewrite(study.directory, (lines[name] for name in names if name in lines))

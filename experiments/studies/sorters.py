@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,15 +12,13 @@ from cdgrab.errors import CdgrabError
 from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
-from experiments.report.statistics import ERROR, estimate, holm, paired_p
+from experiments.report.statistics import estimate, holm, paired_p
 from experiments.studies.base import Study
 from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides, test_metric
 from experiments.studies.verdicts import (
-    FAILS,
-    HOLDS,
-    UNDECIDED,
     Verdict,
+    beyond_chance,
     by_seed,
     difference,
     ends_lower,
@@ -68,12 +65,7 @@ def p_values(rows: DataFrame, settings: DictConfig) -> DataFrame:
 
 
 def _against_baseline(rows: DataFrame, name: str, sorter: str, p: DataFrame) -> Verdict:
-    verdict = ends_lower(rows, name, sorter)
-    note = f"p = {p.single[sorter]:.2g}, adjusted for {len(p)} sorters (Holm) {p.adjusted[sorter]:.2g}"
-    chance = verdict.answer in (HOLDS, FAILS) and p.adjusted[sorter] > ERROR  # one of so many may differ by chance
-    if chance:
-        verdict, note = replace(verdict, answer=UNDECIDED), f"{note}: decided by itself, not after the adjustment"
-    return replace(verdict, note=f"{verdict.note}; {note}")
+    return beyond_chance(ends_lower(rows, name, sorter), p.single[sorter], p.adjusted[sorter], f"{len(p)} sorters")
 
 
 @text.table

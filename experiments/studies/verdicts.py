@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
-from experiments.report.statistics import Estimate, estimate
+from experiments.report.statistics import ERROR, Estimate, estimate
 from experiments.report.text import signed, table
 
 HOLDS, FAILS, EQUAL, UNDECIDED = "holds", "fails", "equal", "undecided"
@@ -72,6 +72,14 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
     """A claim about something that is repeated a fixed number of times, with as many seeds or without any."""
     return replace(verdict, seeds=seeds, over_seeds=False)
+
+
+def beyond_chance(verdict: Verdict, p: float, adjusted: float, among: str) -> Verdict:
+    """The same with its p values, undecided if the adjusted one is too large: one of so many may differ by chance."""
+    note = f"p = {p:.2g}, adjusted for {among} (Holm) {adjusted:.2g}"
+    if verdict.answer in (HOLDS, FAILS) and adjusted > ERROR:
+        verdict, note = replace(verdict, answer=UNDECIDED), f"{note}: decided by itself, not after the adjustment"
+    return replace(verdict, note=f"{verdict.note}; {note}")
 
 
 def threshold(least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from experiments.data.cifar10 import CLASSES, SIDE
 
 WIDTHS, BLOCKS, GROUPS = (64, 128, 256, 512), 2, 32  # of the ResNet
+Norm = Callable[[int], nn.Module]  # of so many channels
 
 
 class Convolve(torch.autograd.Function):
@@ -52,15 +56,15 @@ def image_patches(images: Tensor, size: int) -> Tensor:
     return patches.movedim((-4, -3), (-2, -1)).flatten(-5, -3).flatten(-2)
 
 
-def lenet() -> nn.Module:
+def lenet(convolution: type[nn.Conv2d] = Convolution) -> nn.Module:
     """Images [..., 3, 32, 32] with at most one leading dimension -> logits [..., 10]; 62,006 parameters.
 
     Pooling comes before ReLU: the same numbers, computed from a quarter of the values. The third convolution, 5 x 5 on
     an input of 5 x 5, is written as the linear layer that it is.
     """
     return nn.Sequential(
-        *(Convolution(3, 6, 5), nn.MaxPool2d(2), nn.ReLU()),
-        *(Convolution(6, 16, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(convolution(3, 6, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(convolution(6, 16, 5), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Flatten(-3), nn.Linear(16 * 5 * 5, 120), nn.ReLU()),
         *(nn.Linear(120, 84), nn.ReLU()),
         nn.Linear(84, CLASSES),
@@ -75,10 +79,10 @@ def linear() -> nn.Module:
 class Block(nn.Module):
     """A block of a ResNet: two convolutions and a shortcut."""
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, before: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.first, self.second = _convolution(before, width, stride), _convolution(width, width)
-        self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, width) for _ in range(2))
+        self.norms = nn.ModuleList(norm(width) for _ in range(2))
         changes = stride > 1 or before != width
         self.shortcut = nn.Conv2d(before, width, 1, stride, bias=False) if changes else nn.Identity()
 
@@ -90,17 +94,18 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """Images [..., 3, height, width] with at most one leading dimension -> logits [..., 10].
 
-    Normalised over groups of channels: gradients of single examples need a model that does not mix examples, as batch
-    normalisation would.
+    Normalised over groups of channels, unless another `norm` is given: gradients of single examples need a model that
+    does not mix examples, as batch normalisation would.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Norm | None = None) -> None:
         super().__init__()
+        norm = norm or partial(nn.GroupNorm, GROUPS)
         stages = zip((WIDTHS[0], *WIDTHS[:-1]), WIDTHS, (1, 2, 2, 2), strict=True)
         self.layers = nn.Sequential(
-            *(_convolution(3, WIDTHS[0]), nn.GroupNorm(GROUPS, WIDTHS[0]), nn.ReLU()),
+            *(_convolution(3, WIDTHS[0]), norm(WIDTHS[0]), nn.ReLU()),
             *(
-                Block(before if block == 0 else width, width, stride if block == 0 else 1)
+                Block(before if block == 0 else width, width, stride if block == 0 else 1, norm)
                 for before, width, stride in stages
                 for block in range(BLOCKS)
             ),

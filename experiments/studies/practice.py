@@ -1,0 +1,184 @@
+"""Does it pay, and when not? Models that people train, in scripts as they write them, with the drop-in sampler.
+
+A cell is a model with its base settings, or with one of them changed. What people do today, `shuffle=True`, is one
+control, the same fixed batches in random order are the other. Learning rates are chosen with the first control alone,
+on seeds that do not count. Losses are those of the whole training part, as it is: without augmentation and dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.report.kinds import DataFrame, Series
+from experiments.report.names import LOSS
+from experiments.report.statistics import counted, holm, median, paired_p
+from experiments.studies.parts import Part
+from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
+from experiments.studies.verdicts import SAME_LOSS, Verdict, beyond_chance, judge, repeated, select
+
+PILOT, TRAINED, COST = "pilot", "trained", "cost"  # kinds of parts
+PILOT_SEEDS = 1000  # the first of those that do not count
+SCORE = "score"  # on the validation part
+SAME_SCORE = 0.25  # points: a smaller difference of scores does not matter
+CHEAP = 1.1  # times a step without orders
+ARMS = {
+    SHUFFLE: "fresh batches",
+    FIXED: "the same batches at random",
+    BATCH: "CD-GraB, batches",
+    EXAMPLE: "CD-GraB, examples",
+    REFORMED: "CD-GraB, batches reformed",
+}
+CHANGES = {  # of a base setting, in words
+    "augment": "augmented",
+    "batch": "batch {:g}",
+    "dropout": "dropout {:g}",
+    "epochs": "{:g} epochs",
+    "examples": "{:,} examples",
+    "optimiser": "{}",
+    "rate": "rate × {:g}",
+    "schedule": "{} rate",
+    "weight_decay": "weight decay {:g}",
+}
+
+
+def parts(settings: DictConfig) -> Iterator[Part]:
+    """Pilots first; then cell by cell, the most valuable first, so that whoever stops early has whole ones; then what a
+    step costs, alone."""
+    for base in _bases(settings):
+        for rate, seed in product(settings.tried[base], range(PILOT_SEEDS, PILOT_SEEDS + settings.pilots)):
+            yield _part(PILOT, _base(settings, base), base, SHUFFLE, seed, rate)
+    for name in cells(settings):
+        chosen = cell(settings, name)
+        for seed, arm in product(range(settings.seeds), chosen["arms"]):
+            yield _part(TRAINED, chosen, name, arm, seed, _rate(settings, name))
+    for name in cells(settings):
+        chosen = cell(settings, name)
+        for arm in [arm for arm in (BATCH, EXAMPLE) if arm in chosen["arms"]] if chosen["timed"] else ():
+            yield _part(COST, chosen, name, arm, 0, _rate(settings, name))
+
+
+def _part(kind: str, chosen: dict, name: str, arm: str, seed: int, rate: float) -> Part:
+    key = {"kind": kind, "cell": name, "rate": rate, "arm": arm, "seed": seed}
+    return Part(key, partial(cost if kind == COST else train, chosen, arm, seed, rate), alone=kind == COST)
+
+
+def cells(settings: DictConfig) -> list[str]:
+    """Those whose data is there, the most valuable first."""
+    return [name for name, own in settings.cells.items() if settings.models[own.base].task in settings.tasks]
+
+
+def cell(settings: DictConfig, name: str) -> dict:
+    """All settings of a cell."""
+    own = OmegaConf.to_container(settings.cells[name])
+    return {"timed": not own.keys() & CHANGES} | _base(settings, own["base"]) | own
+
+
+def cell_label(settings: DictConfig, name: str) -> str:
+    """LeNet, CIFAR-10: batch 16, rate × 0.25"""
+    own = settings.cells[name]
+    changes = ", ".join(words.format(own[key]) for key, words in CHANGES.items() if key in own)
+    return settings.models[own.base].label + f": {changes}" * bool(changes)
+
+
+def _bases(settings: DictConfig) -> list[str]:
+    """The models of the cells."""
+    return list(dict.fromkeys(settings.cells[name].base for name in cells(settings)))
+
+
+def _base(settings: DictConfig, base: str) -> dict:
+    own = OmegaConf.to_container(settings.models[base])
+    data = "embedded" if settings.sources[own["task"]] == "embedded" else "auto"
+    return (
+        OmegaConf.to_container(settings.usual)
+        | own
+        | {"data": data, "device": settings.device, "timed_steps": settings.timed_steps}
+    )
+
+
+def _rate(settings: DictConfig, name: str) -> float:
+    own = settings.cells[name]
+    return float(f"{settings.chosen[own.base] * own.get('rate', 1):.6g}")
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One arm with another in one cell. gains: by seed, above 0 where `arm` is better, in % of the control's loss or in
+    points of the score."""
+
+    cell: str
+    arm: str
+    control: str
+    metric: str
+    gains: Series
+
+
+def ends(table: DataFrame) -> DataFrame:
+    """Means over the second half of the epochs, by cell, arm and seed."""
+    columns = [LOSS, SCORE, "train_score"]
+    return select(table, kind=TRAINED).groupby(["cell", "arm", "seed"])[columns].mean()
+
+
+def compared(means: DataFrame, name: str, arm: str, control: str, metric: str) -> Comparison:
+    """means: as of `ends`."""
+    ours, theirs = (means.loc[(name, which), metric] for which in (arm, control))
+    gains = ours - theirs if metric == SCORE else 100 * (theirs - ours) / theirs.mean()
+    return Comparison(name, arm, control, metric, gains)
+
+
+def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:
+    """Of every cell, all that are judged."""
+    for name in cells(settings):
+        yield compared(means, name, FIXED, SHUFFLE, LOSS)
+        for arm in (arm for arm in cell(settings, name)["arms"] if arm not in (SHUFFLE, FIXED)):
+            yield compared(means, name, arm, SHUFFLE, LOSS)
+            yield compared(means, name, arm, FIXED, LOSS)
+            yield compared(means, name, arm, SHUFFLE, SCORE)
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
+    """A gain or a loss counts only if its p value, adjusted for all comparisons of the study, says so too."""
+    found = list(comparisons(ends(table), settings))
+    p_values = [paired_p(list(each.gains)) for each in found]
+    for each, p, adjusted in zip(found, p_values, holm(p_values), strict=True):
+        verdict = _better(each, cell_label(settings, each.cell))
+        yield beyond_chance(verdict, p, adjusted, f"{len(found)} comparisons")
+    yield from (_cheap(table, settings, name) for name in cells(settings) if cell(settings, name)["timed"])
+    yield from _rates(table, settings)
+
+
+def _better(each: Comparison, label: str) -> Verdict:
+    loss = each.metric == LOSS
+    words = f"{label}: {ARMS[each.arm]} against {ARMS[each.control]}, {'train loss' if loss else 'validation score'}"
+    note = "gain in %" if loss else "gain in points"
+    return judge(words, each.gains, note, least=0.0, margin=SAME_LOSS if loss else SAME_SCORE)
+
+
+def _cheap(table: DataFrame, settings: DictConfig, name: str) -> Verdict:
+    rows = select(table, kind=COST, cell=name, arm=BATCH)
+    words = f"{cell_label(settings, name)}: a step with ordered batches takes at most {CHEAP:g} times as long"
+    memory = rows["floats_per_parameter"].iloc[0]
+    note = f"median of {len(rows)} rounds; plain {rows['plain_us'].median():.0f} µs"
+    note += f"; {memory:.1f} floats per parameter more" if memory == memory else ""
+    return repeated(judge(words, median(list(rows["ours_us"] / rows["plain_us"])), note, most=CHEAP))
+
+
+def pilots(table: DataFrame, base: str) -> Series:
+    """Scores of a model by rate, the mean over the seeds that do not count."""
+    return select(table, kind=PILOT, cell=base).groupby("rate")[SCORE].mean()
+
+
+def _rates(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
+    for base in (base for base in _bases(settings) if settings.tried[base]):
+        scores = pilots(table, base)
+        words = f"{settings.models[base].label}: the rate is the best of those tried with shuffle=True"
+        tried = ", ".join(f"{rate:g}: {score:.2f}" for rate, score in scores.items())
+        ratio = counted(settings.chosen[base] / scores.idxmax())
+        yield repeated(judge(words, ratio, f"chosen / best; scores of pilots {tried}", least=1, most=1))

@@ -1,0 +1,95 @@
+"""The figure and the tables of the study of practice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from experiments.report import plots, text
+from experiments.report.kinds import DataFrame, Figure
+from experiments.report.names import LOSS
+from experiments.report.statistics import estimate, holm, paired_p
+from experiments.studies.base import Study
+from experiments.studies.practice import ARMS, COST, SCORE, cell, cell_label, cells, compared, comparisons, ends
+from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE
+from experiments.studies.verdicts import select
+
+COLOURS = {FIXED: "#3465a4", BATCH: "#c4322b", EXAMPLE: "#e69f00", REFORMED: "#7b5ea7"}
+APART = 0.17  # between the bars of one cell
+PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"}
+
+
+@plots.styled
+def gains(study: Study) -> Figure:
+    """How much better than fresh batches, one row per cell: right of the line is better."""
+    names, means = cells(study.settings), ends(study.table)
+    figure, axes = plots.panels(1, len(PANELS), 9.6, 0.36 * len(names) + 1.8, PANELS.values(), sharey=True)
+    for panel, metric in zip(axes[0], PANELS, strict=True):
+        for row, name in enumerate(names):
+            arms = [arm for arm in COLOURS if arm in cell(study.settings, name)["arms"]]
+            for place, arm in enumerate(arms):
+                value = estimate(compared(means, name, arm, SHUFFLE, metric).gains)
+                y, style = row + APART * (place - (len(arms) - 1) / 2), {"color": COLOURS[arm]}
+                plots.interval(panel, value, y, lw=1.6, **style)
+                panel.plot(value.mean, y, "o", ms=3, label=ARMS[arm], **style)
+        panel.axvline(0, **plots.GREY, zorder=0)
+        panel.set_xscale("symlog", linthresh=1.0)
+        panel.set_yticks(range(len(names)), [cell_label(study.settings, name) for name in names])
+        panel.set_ylim(len(names) - 0.5, -0.5)
+    note = "against fresh batches in every epoch; mean and 95 % interval, paired over seeds"
+    return plots.finish(figure, "What orders bring to scripts as people write them", f"{note} · {study.caption()}")
+
+
+@text.table
+def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """Every cell and every kind of batches: losses, scores, and gains with p values adjusted for all of them (Holm)."""
+    means = ends(table)
+    found = list(comparisons(means, settings))
+    adjusted = holm([paired_p(list(each.gains)) for each in found])
+    judged = {(e.cell, e.arm, e.control, e.metric): (e, p) for e, p in zip(found, adjusted, strict=True)}
+
+    def gain(*which: str) -> str:
+        if which not in judged:
+            return ""
+        each, p = judged[which]
+        return f"{estimate(each.gains)}, {(each.gains > 0).sum()} of {len(each.gains)}, p = {p:.2g}"
+
+    for name in cells(settings):
+        for arm in cell(settings, name)["arms"]:
+            rows = means.loc[(name, arm)]
+            yield {
+                "model": cell_label(settings, name),
+                "batches": ARMS[arm],
+                "train loss": text.mean_std(rows[LOSS], 5),
+                "train score": text.mean_std(rows["train_score"], 2),
+                "validation score": text.mean_std(rows[SCORE], 2),
+                "loss against fresh (%)": gain(name, arm, SHUFFLE, LOSS),
+                "against the same (%)": gain(name, arm, FIXED, LOSS),
+                "score against fresh (points)": gain(name, arm, SHUFFLE, SCORE),
+            }
+
+
+@text.table
+def setting_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """What every cell trains and how, and what a step with orders takes."""
+    for name in cells(settings):
+        chosen, rows = cell(settings, name), select(table, cell=name)
+        trained, costs = rows[rows["examples"].notna()], select(rows, kind=COST)
+        schedule = chosen["optimiser"], f"{trained['rate'].iloc[-1]:g}", chosen["schedule"]
+        yield {
+            "model": cell_label(settings, name),
+            "parameters": f"{trained['dim'].iloc[0]:,.0f}",
+            "examples": f"{trained['examples'].iloc[-1]:,.0f}",
+            "batch": f"{chosen['batch']}",
+            "epochs": f"{chosen['epochs']}",
+            "optimiser, rate": " ".join(schedule),
+            "step / plain step": ", ".join(_ratio(costs, arm) for arm in costs["arm"].unique()),
+        }
+
+
+def _ratio(costs: DataFrame, arm: str) -> str:
+    """batch 1.05 (3.1 floats per parameter)"""
+    rows = select(costs, arm=arm)
+    ratio, memory = (rows["ours_us"] / rows["plain_us"]).median(), rows["floats_per_parameter"].iloc[0]
+    return f"{arm} {ratio:.2f}" + (f" ({memory:.1f} floats per parameter)" if memory == memory else "")

@@ -1,0 +1,185 @@
+"""The study of practice: what its scripts train on, in which batches; its cells, verdicts and rates."""
+
+from collections import Counter
+from itertools import islice, pairwise, product
+from zlib import crc32
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from synthetic_studies import answers, settings_of
+
+from experiments.studies import practice, practice_training
+from experiments.studies.base import Study, carry_out, compose_study
+from experiments.studies.practice_data import SHIFT, augmented
+from experiments.studies.practice_models import Gpt
+from experiments.studies.practice_training import NEIGHBOURS, Reformed, batches, share_of_rate
+
+
+def test_augmented_pictures_are_shifted_and_mirrored():
+    torch.manual_seed(0)
+    pictures = torch.rand(40, 3, 6, 6)
+    found = Counter()
+    for picture, changed in zip(pictures, augmented(pictures), strict=True):
+        padded = torch.nn.functional.pad(picture, (SHIFT,) * 4)
+        for down, right, mirrored in product(range(2 * SHIFT + 1), range(2 * SHIFT + 1), (False, True)):
+            shifted = padded[:, down : down + 6, right : right + 6]
+            if torch.equal(shifted.flip(-1) if mirrored else shifted, changed):
+                found[mirrored, down, right] += 1
+    assert found.total() == 40 and len(found) > 25 and 10 < sum(found[key] for key in found if key[0]) < 30
+
+
+def test_a_gpt_does_not_look_ahead():
+    model = Gpt(words=11, context=8, width=8, layers=2, heads=2, dropout=0.0)
+    words = torch.randint(11, (3, 6))
+    changed = torch.cat([words[:, :4], (words[:, 4:] + 1) % 11], dim=1)
+    before, after = model(words), model(changed)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert before.shape == (3, 6, 11) and not torch.allclose(before[:, 4:], after[:, 4:])
+    with torch.no_grad():  # which PyTorch computes in another way
+        torch.testing.assert_close(model.eval()(words), before)
+
+
+def epochs(arm, model, examples=22, size=2, number=3):
+    """The batches of some epochs, in each of which every example is used once, and has a gradient."""
+    loop, found = batches(arm, examples, size, seed=1, model=model), []
+    for _ in range(number):
+        found.append([])
+        for batch in loop:
+            found[-1].append(frozenset(map(int, batch)))
+            model(torch.eye(examples)[torch.as_tensor(batch)]).square().mean().backward()
+            model.zero_grad()
+        assert sorted(example for batch in found[-1] for example in batch) == list(range(examples))
+    return loop, found
+
+
+@pytest.mark.filterwarnings("error")
+def test_batches_are_fresh_or_fixed_or_reformed():
+    found = {arm: epochs(arm, torch.nn.Linear(22, 3))[1] for arm in practice.ARMS}
+    for arm in ("fixed", "batch"):
+        assert len({frozenset(epoch) for epoch in found[arm]}) == 1 and found[arm][0] != found[arm][1] != found[arm][2]
+    for arm in ("shuffle", "example", "reformed"):
+        assert len({frozenset(epoch) for epoch in found[arm]}) == 3
+
+
+def test_reformed_batches_exchange_examples_with_their_neighbours_only():
+    model = torch.nn.Linear(22, 3)
+    loop, _ = epochs("reformed", model)
+    assert isinstance(loop, Reformed) and len(loop) == 11 and loop._sampler.sorter.position == 11
+    before = loop._examples.clone()
+    reformed = [frozenset(map(int, batch)) for batch in loop]
+    order = loop._sampler.sorter.order(3)[0].tolist()
+    for start in range(0, 11, NEIGHBOURS):
+        slots = [number for unit in order[start : start + NEIGHBOURS] for number in loop._sampler._own[unit][0]]
+        assert frozenset().union(*reformed[start : start + NEIGHBOURS]) == {int(before[slot]) for slot in slots}
+
+
+def test_rates_decay_after_a_warm_up():
+    for schedule in ("linear", "cosine"):
+        shares = [share_of_rate(schedule, 100, step) for step in range(101)]
+        assert all(a < b for a, b in pairwise(shares[:5])) and all(a > b for a, b in pairwise(shares[5:]))
+        assert max(shares) > 0.9 and shares[-1] == 0 and share_of_rate("constant", 100, 70) == 1
+    assert share_of_rate("linear", 100, 40) == pytest.approx(0.6)
+    assert share_of_rate("cosine", 100, 25) == pytest.approx(0.5 + 0.5**1.5)
+
+
+# -- cells and verdicts -----------------------------------------------------------------------------------------------
+
+
+def test_cells_may_be_left_out_and_added_and_rates_chosen_anew(tmp_path, monkeypatch):
+    """Of a study that was interrupted the whole cells can be finished, and nothing is lost."""
+    settings, computed = compose_study(["study=practice", "size=smoke", "data=embedded"]).settings, []
+
+    def made_up(chosen, arm, seed, rate):
+        computed.append(rate)
+        return {"epoch": [1], "train_loss": [1.0], "train_score": [1.0], "score": [1.0], "examples": 1, "dim": 1} | {
+            "plain_us": [1.0], "ours_us": [1.0], "floats_per_parameter": 2.0}  # fmt: skip
+
+    def interrupted(results, total):
+        yield from islice(results, total - 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(practice, "train", made_up)
+    monkeypatch.setattr(practice, "cost", made_up)
+    study = Study(settings, "smoke", tmp_path)
+    parts = [part.key["cell"] for part in study.parts()]
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(study, interrupted)
+    assert len(computed) == len(parts) - 1 and parts[-1] == "mlp"  # its cost is missing
+    smaller = Study(OmegaConf.merge(settings), "smoke", tmp_path)
+    smaller.settings.cells = {name: own for name, own in settings.cells.items() if name != "mlp"}
+    carry_out(smaller)
+    assert len(computed) == len(smaller.lines()) == len(parts) - 1 and smaller.complete()
+    assert set(smaller.table["cell"]) == {"lenet_augmented"} and "mlp" not in smaller.manifest()["settings"]["cells"]
+    carry_out(study)
+    assert len(computed) == len(parts) and "mlp" in study.manifest()["settings"]["cells"]
+    carry_out(Study(OmegaConf.merge(settings, {"chosen": {"mlp": 0.5}}), "smoke", tmp_path))
+    again = computed[len(parts) :]
+    assert set(again) == {0.5} and len(again) == parts.count("mlp") - 1  # not the pilot
+
+
+def made_up_table(settings, loss, score=lambda cell, arm: 50.0, ratio=1.05):
+    rows = []
+    for key in (part.key for part in practice.parts(settings)):
+        noise = 1e-3 * np.random.default_rng(crc32(str(key).encode())).normal()
+        chosen = {"epoch": 1, "examples": 9, "dim": 5}
+        if key["kind"] == "pilot":
+            rows.append(key | chosen | {"score": 60 - abs(np.log(key["rate"] / settings.chosen[key["cell"]]))})
+        elif key["kind"] == "cost":
+            times = ({"plain_us": 100.0, "ours_us": 100 * ratio + 0.1 * round_} for round_ in range(8))
+            rows += [key | {"floats_per_parameter": 3.0} | both for both in times]
+        else:
+            where = key["cell"], key["arm"]
+            value = loss(*where) + noise + 0.01 * key["seed"]  # seeds differ more than arms
+            rows.append(key | chosen | {"train_loss": value, "train_score": 1.0, "score": score(*where) + noise})
+    return pd.DataFrame(rows)
+
+
+def test_gains_losses_and_what_does_not_matter_are_told_apart():
+    settings = settings_of("practice")
+    levels = {"shuffle": 1.0, "fixed": 1.05, "batch": 0.9, "example": 1.001, "reformed": 0.95}
+    table = made_up_table(settings, lambda cell, arm: levels[arm], lambda cell, arm: 50 + (arm == "batch"))
+    found = answers(practice.verdicts(table, settings))
+    label = "LeNet, CIFAR-10: batch 16, rate × 0.25"
+    assert found[f"{label}: the same batches at random against fresh batches, train loss"] == "fails"
+    assert found[f"{label}: CD-GraB, batches against fresh batches, train loss"] == "holds"
+    assert found[f"{label}: CD-GraB, batches against fresh batches, validation score"] == "holds"
+    assert found["MLP, HMDA: CD-GraB, examples against fresh batches, train loss"] == "equal"
+    assert found["MLP, HMDA: CD-GraB, examples against the same batches at random, train loss"] == "holds"
+    assert found["MLP, HMDA: CD-GraB, examples against fresh batches, validation score"] == "equal"
+    assert found["MiniLM, SST-2: a step with ordered batches takes at most 1.1 times as long"] == "holds"
+    assert found["ResNet-18, CIFAR-10: the rate is the best of those tried with shuffle=True"] == "holds"
+    other = OmegaConf.merge(settings, {"chosen": {"resnet18": 0.3}})
+    best = "ResNet-18, CIFAR-10: the rate is the best of those tried with shuffle=True"
+    assert answers(practice._rates(table, other))[best] == "fails"
+
+
+def test_one_of_many_comparisons_may_differ_by_chance():
+    """Its own interval excludes zero, but not after the adjustment."""
+    settings = settings_of("practice")
+    table = made_up_table(settings, lambda cell, arm: 1.0)
+    wobble = {0: 0.0, 1: 1.0, 2: -1.0, 3: 0.5, 4: -0.5}
+    here = (table["cell"] == "mlp_few") & (table["arm"] == "batch")
+    table.loc[here, "train_loss"] = [0.98 + 0.01 * s + 0.008 * wobble[s] for s in table.loc[here, "seed"]]
+    verdict = next(
+        v
+        for v in practice.verdicts(table, settings)
+        if v.claim == "MLP, HMDA: 4,000 examples: CD-GraB, batches against fresh batches, train loss"
+    )
+    assert verdict.answer == "undecided" and verdict.note.endswith("decided by itself, not after the adjustment")
+    assert "comparisons (Holm)" in verdict.note
+
+
+def test_pilots_do_not_count_and_are_made_with_shuffling_only():
+    parts = list(practice.parts(settings_of("practice")))
+    pilots = [part.key for part in parts if part.key["kind"] == "pilot"]
+    assert {key["arm"] for key in pilots} == {"shuffle"} and min(key["seed"] for key in pilots) == 1000
+    assert max(part.key["seed"] for part in parts if part.key["kind"] != "pilot") < 1000
+    assert [part.key["kind"] for part in parts] == sorted(
+        (p.key["kind"] for p in parts), key=["pilot", "trained", "cost"].index
+    )
+    assert {part.alone for part in parts if part.key["kind"] == "cost"} == {
+        True
+    } and practice_training.SHUFFLE == "shuffle"
