@@ -1,6 +1,7 @@
 """The study of practice: what its scripts train on, in which batches; its cells, verdicts and rates."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice, pairwise, product
 from zlib import crc32
 
@@ -11,11 +12,14 @@ import torch
 from omegaconf import OmegaConf
 from synthetic_studies import answers, settings_of
 
-from experiments.studies import practice, practice_training
-from experiments.studies.base import Study, carry_out, compose_study
+from experiments.store import files
+from experiments.store.files import ROOT
+from experiments.studies import practice, practice_figures
+from experiments.studies.base import carry_out, compose_study
 from experiments.studies.practice_data import SHIFT, augmented
 from experiments.studies.practice_models import Gpt
 from experiments.studies.practice_training import NEIGHBOURS, Reformed, batches, share_of_rate
+from scripts.check_results import code_cells, computed
 
 
 def test_augmented_pictures_are_shifted_and_mirrored():
@@ -88,36 +92,53 @@ def test_rates_decay_after_a_warm_up():
 # -- cells and verdicts -----------------------------------------------------------------------------------------------
 
 
-def test_cells_may_be_left_out_and_added_and_rates_chosen_anew(tmp_path, monkeypatch):
+def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(monkeypatch, tmp_path):
     """Of a study that was interrupted the whole cells can be finished, and nothing is lost."""
-    settings, computed = compose_study(["study=practice", "size=smoke", "data=embedded"]).settings, []
-
-    def made_up(chosen, arm, seed, rate):
-        computed.append(rate)
-        return {"epoch": [1], "train_loss": [1.0], "train_score": [1.0], "score": [1.0], "examples": 1, "dim": 1} | {
-            "plain_us": [1.0], "ours_us": [1.0], "floats_per_parameter": 2.0}  # fmt: skip
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
+    study, totals = compose_study(["study=practice", "size=smoke", "data=embedded"]), []
 
     def interrupted(results, total):
         yield from islice(results, total - 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(practice, "train", made_up)
-    monkeypatch.setattr(practice, "cost", made_up)
-    study = Study(settings, "smoke", tmp_path)
-    parts = [part.key["cell"] for part in study.parts()]
+    def counted(results, total):
+        totals.append(total)
+        return results
+
+    cells = [part.key["cell"] for part in study.parts()]
     with pytest.raises(KeyboardInterrupt):
         carry_out(study, interrupted)
-    assert len(computed) == len(parts) - 1 and parts[-1] == "mlp"  # its cost is missing
-    smaller = Study(OmegaConf.merge(settings), "smoke", tmp_path)
-    smaller.settings.cells = {name: own for name, own in settings.cells.items() if name != "mlp"}
-    carry_out(smaller)
-    assert len(computed) == len(smaller.lines()) == len(parts) - 1 and smaller.complete()
+    lines = sorted(map(str, study.lines()))
+    smaller = replace(study, settings=OmegaConf.merge(study.settings))
+    smaller.settings.cells = {name: own for name, own in study.settings.cells.items() if name != "mlp"}
+    carry_out(smaller, counted)
+    assert totals == [0] and smaller.complete() and sorted(map(str, study.lines())) == lines and cells[-1] == "mlp"
     assert set(smaller.table["cell"]) == {"lenet_augmented"} and "mlp" not in smaller.manifest()["settings"]["cells"]
-    carry_out(study)
-    assert len(computed) == len(parts) and "mlp" in study.manifest()["settings"]["cells"]
-    carry_out(Study(OmegaConf.merge(settings, {"chosen": {"mlp": 0.5}}), "smoke", tmp_path))
-    again = computed[len(parts) :]
-    assert set(again) == {0.5} and len(again) == parts.count("mlp") - 1  # not the pilot
+    carry_out(study, counted)
+    assert totals == [0, 1] and "mlp" in study.manifest()["settings"]["cells"]
+    _say_all(study, monkeypatch, tmp_path)
+    monkeypatch.setattr(practice, "train", lambda *case: {"epoch": [1]})
+    monkeypatch.setattr(practice, "cost", lambda *case: {"round": [1]})
+    monkeypatch.setattr(practice, "verdicts", lambda table, settings: [])
+    carry_out(replace(study, settings=OmegaConf.merge(study.settings, {"chosen": {"mlp": 0.5}})), counted)
+    assert totals == [0, 1, cells.count("mlp") - 1]  # not the pilot
+
+
+def _say_all(study, monkeypatch, tmp_path):
+    """Verdicts, figure, and what the notebook says."""
+    assert sum("MLP, HMDA: " in verdict.claim for verdict in study.verdicts()) == 12
+    assert study.table[study.table["kind"] == "trained"]["score"].between(0, 100).all()
+    figure = practice_figures.gains(study)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "MLP, HMDA",
+        "LeNet, CIFAR-10: augmented",
+    ]
+    monkeypatch.setenv("CDGRAB_STUDY", str(study.directory))
+    monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
+    told = computed(code_cells(ROOT / "notebooks" / "study_practice.ipynb"))
+    for words in ("| CD-GraB, batches reformed ", "80,642", "batch 1.", "only shows that it runs"):
+        assert words in told
+    assert (tmp_path / "figures" / "study_practice-smoke-embedded.md").stat().st_size > 500
 
 
 def made_up_table(settings, loss, score=lambda cell, arm: 50.0, ratio=1.05):
@@ -180,6 +201,4 @@ def test_pilots_do_not_count_and_are_made_with_shuffling_only():
     assert [part.key["kind"] for part in parts] == sorted(
         (p.key["kind"] for p in parts), key=["pilot", "trained", "cost"].index
     )
-    assert {part.alone for part in parts if part.key["kind"] == "cost"} == {
-        True
-    } and practice_training.SHUFFLE == "shuffle"
+    assert {part.alone for part in parts if part.key["kind"] == "cost"} == {True}
