@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from omegaconf import OmegaConf
-from synthetic_studies import answers, settings_of
+from synthetic_studies import answers
 
-from experiments.store import files
 from experiments.store.files import ROOT
 from experiments.studies import practice, practice_figures
 from experiments.studies.base import carry_out, compose_study
@@ -92,10 +91,20 @@ def test_rates_decay_after_a_warm_up():
 # -- cells and verdicts -----------------------------------------------------------------------------------------------
 
 
-def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def small():
+    return compose_study(["study=practice", "size=smoke", "data=embedded"])
+
+
+@pytest.fixture
+def settings(small):
+    """With five seeds."""
+    return small.at(5).settings
+
+
+def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(small, monkeypatch, tmp_path):
     """Of a study that was interrupted the whole cells can be finished, and nothing is lost."""
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    study, totals = compose_study(["study=practice", "size=smoke", "data=embedded"]), []
+    study, totals = replace(small, directory=tmp_path / "smoke-embedded"), []
 
     def interrupted(results, total):
         yield from islice(results, total - 1)
@@ -136,7 +145,7 @@ def _say_all(study, monkeypatch, tmp_path):
     monkeypatch.setenv("CDGRAB_STUDY", str(study.directory))
     monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
     told = computed(code_cells(ROOT / "notebooks" / "study_practice.ipynb"))
-    for words in ("| CD-GraB, batches reformed ", "80,642", "batch 1.", "only shows that it runs"):
+    for words in ("| CD-GraB, batches reformed ", "80,642", ", example ", "only shows that it runs"):
         assert words in told
     assert (tmp_path / "figures" / "study_practice-smoke-embedded.md").stat().st_size > 500
 
@@ -158,47 +167,40 @@ def made_up_table(settings, loss, score=lambda cell, arm: 50.0, ratio=1.05):
     return pd.DataFrame(rows)
 
 
-def test_gains_losses_and_what_does_not_matter_are_told_apart():
-    settings = settings_of("practice")
+def test_gains_losses_and_what_does_not_matter_are_told_apart(settings):
     levels = {"shuffle": 1.0, "fixed": 1.05, "batch": 0.9, "example": 1.001, "reformed": 0.95}
     table = made_up_table(settings, lambda cell, arm: levels[arm], lambda cell, arm: 50 + (arm == "batch"))
     found = answers(practice.verdicts(table, settings))
-    label = "LeNet, CIFAR-10: batch 16, rate × 0.25"
+    label = "LeNet, CIFAR-10: augmented"
     assert found[f"{label}: the same batches at random against fresh batches, train loss"] == "fails"
     assert found[f"{label}: CD-GraB, batches against fresh batches, train loss"] == "holds"
     assert found[f"{label}: CD-GraB, batches against fresh batches, validation score"] == "holds"
     assert found["MLP, HMDA: CD-GraB, examples against fresh batches, train loss"] == "equal"
     assert found["MLP, HMDA: CD-GraB, examples against the same batches at random, train loss"] == "holds"
     assert found["MLP, HMDA: CD-GraB, examples against fresh batches, validation score"] == "equal"
-    assert found["MiniLM, SST-2: a step with ordered batches takes at most 1.1 times as long"] == "holds"
-    assert found["ResNet-18, CIFAR-10: the rate is the best of those tried with shuffle=True"] == "holds"
-    other = OmegaConf.merge(settings, {"chosen": {"resnet18": 0.3}})
-    best = "ResNet-18, CIFAR-10: the rate is the best of those tried with shuffle=True"
-    assert answers(practice._rates(table, other))[best] == "fails"
+    assert found["MLP, HMDA: a step with ordered batches takes at most 1.1 times as long"] == "holds"
+    assert found["MLP, HMDA: the rate is the best of those tried with shuffle=True"] == "holds"
+    other = answers(practice.verdicts(table, OmegaConf.merge(settings, {"chosen": {"mlp": 0.3}})))
+    assert other["MLP, HMDA: the rate is the best of those tried with shuffle=True"] == "fails"
 
 
-def test_one_of_many_comparisons_may_differ_by_chance():
+def test_one_of_many_comparisons_may_differ_by_chance(settings):
     """Its own interval excludes zero, but not after the adjustment."""
-    settings = settings_of("practice")
     table = made_up_table(settings, lambda cell, arm: 1.0)
     wobble = {0: 0.0, 1: 1.0, 2: -1.0, 3: 0.5, 4: -0.5}
-    here = (table["cell"] == "mlp_few") & (table["arm"] == "batch")
-    table.loc[here, "train_loss"] = [0.98 + 0.01 * s + 0.008 * wobble[s] for s in table.loc[here, "seed"]]
-    verdict = next(
-        v
-        for v in practice.verdicts(table, settings)
-        if v.claim == "MLP, HMDA: 4,000 examples: CD-GraB, batches against fresh batches, train loss"
-    )
+    here = (table["kind"] == "trained") & (table["cell"] == "mlp") & (table["arm"] == "batch")
+    table.loc[here, "train_loss"] = [0.98 + 0.01 * s + 0.015 * wobble[s] for s in table.loc[here, "seed"]]
+    claim = "MLP, HMDA: CD-GraB, batches against fresh batches, train loss"
+    verdict = next(verdict for verdict in practice.verdicts(table, settings) if verdict.claim == claim)
     assert verdict.answer == "undecided" and verdict.note.endswith("decided by itself, not after the adjustment")
-    assert "comparisons (Holm)" in verdict.note
+    assert "adjusted for 14 comparisons (Holm)" in verdict.note
 
 
-def test_pilots_do_not_count_and_are_made_with_shuffling_only():
-    parts = list(practice.parts(settings_of("practice")))
-    pilots = [part.key for part in parts if part.key["kind"] == "pilot"]
-    assert {key["arm"] for key in pilots} == {"shuffle"} and min(key["seed"] for key in pilots) == 1000
-    assert max(part.key["seed"] for part in parts if part.key["kind"] != "pilot") < 1000
-    assert [part.key["kind"] for part in parts] == sorted(
-        (p.key["kind"] for p in parts), key=["pilot", "trained", "cost"].index
-    )
-    assert {part.alone for part in parts if part.key["kind"] == "cost"} == {True}
+def test_pilots_do_not_count_and_are_made_with_shuffling_only(settings):
+    settings.tried.lenet = [0.1, 0.2]
+    parts = list(practice.parts(settings))
+    kinds, pilots = [part.key["kind"] for part in parts], [part.key for part in parts if part.key["kind"] == "pilot"]
+    assert kinds == sorted(kinds, key=["pilot", "trained", "cost"].index) and len(pilots) == 3
+    assert {key["arm"] for key in pilots} == {"shuffle"} and {key["seed"] for key in pilots} == {1000}
+    assert {part.key["seed"] for part in parts if part.key["kind"] == "trained"} == set(range(5))
+    assert all(part.alone == (kind == "cost") for part, kind in zip(parts, kinds, strict=True))

@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from cdgrab import OrderedBatchSampler
 from cdgrab.runtime.group import pick_device
+from experiments.data.sources import Source
 from experiments.store.records import significant
 from experiments.studies.practice_data import Examples, augmented
 from experiments.studies.practice_models import build
@@ -43,8 +44,7 @@ class Script:
 
     def __init__(self, settings: Mapping, arm: str, seed: int, rate: float) -> None:
         self.settings, self.device = settings, pick_device(settings["device"])
-        source = locate_data(compose_config([f"task={settings['task']}", f"data={settings['data']}"]))
-        self.examples = Examples(source, settings, seed, self.device)
+        self.examples = Examples(_source(settings["task"], settings["data"]), settings, seed, self.device)
         self.model = initialised(partial(build, settings, self.examples), seed, "float32", self.device)
         torch.manual_seed(seed)  # of dropout and augmentation
         self.batches = batches(arm, self.examples.size("train"), settings["batch"], seed, self.model)
@@ -89,6 +89,11 @@ class Script:
             scores = self.model(inputs)
         scores, labels = scores.flatten(0, -2).float(), labels.flatten()
         return F.cross_entropy(scores, labels, reduction="none"), scores.argmax(-1) == labels
+
+
+@cache
+def _source(task: str, data: str) -> Source:
+    return locate_data(compose_config([f"task={task}", f"data={data}"]))
 
 
 def share_of_rate(schedule: str, steps: int, step: int) -> float:
