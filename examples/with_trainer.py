@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: give it the loader, and attach the sampler when training begins.
+"""Hugging Face Trainer: `OrderedTrainer` in the place of Trainer, in any script, with gradient accumulation too.
 
 python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]               # or torchrun --nproc_per_node=2 -m …
 """
@@ -14,6 +14,21 @@ from cdgrab import OrderedBatchSampler
 from examples.digits import accuracy, digits, network
 
 
+class OrderedTrainer(Trainer):
+    sorter = "cd_grab"
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader, steps = super().get_train_dataloader(), self.args.gradient_accumulation_steps  # it removes columns
+        self.sampler = OrderedBatchSampler(
+            loader.dataset, self.args.train_batch_size, accumulation_steps=steps, drop_last=steps > 1,
+            sorter=self.sorter, seed=self.args.seed,
+        )  # fmt: skip
+        self.add_callback(begin := TrainerCallback())
+        begin.on_train_begin = lambda *_, **__: self.sampler.attach(self.model_wrapped)  # DDP's wrapper, if any
+        loading = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
+        return DataLoader(loader.dataset, batch_sampler=self.sampler, **loading)
+
+
 class Classifier(nn.Module):
     """What Trainer expects: labels in, a loss out."""
 
@@ -25,30 +40,16 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.network(images), labels)}
 
 
-class OrderedTrainer(Trainer):
-    def get_train_dataloader(self) -> DataLoader:
-        collate = lambda rows: dict(zip(("images", "labels"), default_collate(rows), strict=True))  # noqa: E731
-        return DataLoader(self.train_dataset, batch_sampler=self.sampler, collate_fn=collate)
-
-
-class Attach(TrainerCallback):
-    def __init__(self, trainer: OrderedTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **rest):
-        self.trainer.sampler.attach(self.trainer.model_wrapped)  # DDP's wrapper where there is one
-
-
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     train, test = digits()
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder, num_train_epochs=int(epochs), learning_rate=2e-3, seed=0, use_cpu=True, report_to=[],
-            save_strategy="no", logging_strategy="epoch", disable_tqdm=True,
+            save_strategy="no", logging_strategy="epoch", disable_tqdm=True, per_device_train_batch_size=16,
         )  # fmt: skip
-        trainer = OrderedTrainer(Classifier(), settings, train_dataset=train)
-        trainer.sampler = OrderedBatchSampler(train, batch_size=16, sorter=sorter, seed=0)
-        trainer.add_callback(Attach(trainer))
+        collate = lambda rows: dict(zip(("images", "labels"), default_collate(rows), strict=True))  # noqa: E731
+        trainer = OrderedTrainer(Classifier(), settings, train_dataset=train, data_collator=collate)
+        trainer.sorter = sorter
         loss = trainer.train().training_loss
     print(f"mean loss {loss:.4f}, test accuracy {accuracy(trainer.model.network, test):.3f}")
     return loss

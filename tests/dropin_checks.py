@@ -116,7 +116,8 @@ def started(case):
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case.scaled else None
-    sampler = sampler_of(**case.sampler).attach(model, scaler=scaler, **case.attach)
+    around = nn.Sequential(model) if case.wrap else model  # as Lightning's Fabric puts a module around DDP's
+    sampler = sampler_of(**case.sampler).attach(around, scaler=scaler, **case.attach)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if case.shard is partly:
         optimiser.register_step_pre_hook(lambda *_: average(model[2].parameters()))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, default_collate
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
@@ -224,13 +225,15 @@ def test_gradients_of_single_examples(model):
 def test_single_examples_are_ordered():
     model = network()
     sampler = attached(model, 7, unit="example")
-    visited = train(model, sampler, epochs=2)
+    average = AveragedModel(model)  # a copy, which is not observed
+    visited = train(model, sampler, epochs=2, note=lambda model: average(torch.ones(3, 6).double()))
     assert [sorted(sum(epoch, [])) for epoch in visited] == [list(range(EXAMPLES))] * 2
     assert visited[0] != visited[1] and len(visited[0]) == len(sampler) == 9
 
 
 BAD = {
     "the dataset must have a length": lambda: OrderedBatchSampler([], 4),
+    "use_distributed_sampler=False": lambda: OrderedBatchSampler(SequentialSampler(dataset()), 4, drop_last=True),
     "batch_size must be a whole number": lambda: OrderedBatchSampler(dataset(), 0),
     "unknown sorter": lambda: OrderedBatchSampler(dataset(), 4, sorter="best"),
     "has no option": lambda: OrderedBatchSampler(dataset(), 4, speed=3),
@@ -243,6 +246,7 @@ BAD = {
     "attached to a model already": lambda: attached(m := network()).attach(m),
     "need a model wrapped in DistributedDataParallel": lambda: attached(network(), attach={"compress": "bf16"}),
     "compress must be": lambda: attached(network(), attach={"compress": "int8"}),
+    r"GradScaler, got object: .*loss_scaler\._scaler": lambda: attached(network(), attach={"scaler": object()}),
     "attach has no option": lambda: attached(network(), attach={"density": 0.1}),
     "no state before": lambda: OrderedBatchSampler(dataset(), 4).state_dict(),
     "not the state of": lambda: attached(network()).load_state_dict({}),

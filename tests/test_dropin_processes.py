@@ -176,7 +176,7 @@ def test_refusals_name_the_way_out(found, processes):
     sentences = found[processes]["refused"]
     assert "is not wrapped in DistributedDataParallel" in sentences["not wrapped"]
     assert "takes only one" in sentences["two hooks"]
-    assert "compress= or sparsifier=" in sentences["two hooks"]
+    assert "compress= or sparsifier=" in sentences["two hooks"] and "keep the sampler" in sentences["two hooks"]
     assert "accumulation_steps=2" in sentences["accumulated"]
     assert "after 1 of accumulation_steps=2" in sentences["synced"] and "no_sync" in sentences["synced"]
     assert "zero_grad() after every step" in sentences["left over"]

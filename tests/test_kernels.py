@@ -282,6 +282,15 @@ def test_without_numba_and_triton_orders_are_the_same_and_a_warning_comes_once(m
     assert len(warned) == len(set(warned)) == 2  # plain loops, and blocks of rows
 
 
+def test_numba_is_loaded_with_pythons_own_print(monkeypatch):
+    """It fails to load where a script has put another function there, as that of torchvision does."""
+    seen, own = [], print
+    monkeypatch.setattr("builtins.print", lambda *_: None)
+    monkeypatch.setattr("importlib.import_module", lambda _: seen.append(print))
+    kernels.optional("cpu")
+    assert seen == [own] and print is not own
+
+
 def test_numba_without_a_place_for_compiled_code_is_no_obstacle(monkeypatch):
     assert kernels.optional("cpu").can_keep_code()
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # none of its places can be written

@@ -34,7 +34,7 @@ class ExampleGradients:
         self._busy = self._checked = False
 
     def hook(self) -> list:
-        notes = [layer.register_forward_hook(partial(self._note, name)) for name, layer in layers(self._model)]
+        notes = [layer.register_forward_hook(Note(self._note, name)) for name, layer in layers(self._model)]
         return notes + BackwardPasses(self._parameters, self._ledger.start_backward, self._complete).handles
 
     def skip(self) -> None:
@@ -88,6 +88,17 @@ class ExampleGradients:
                 raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
             self._checked = True
         self._ledger.observe(rows * len(rows))  # in the batch's mean each example has weight 1 / batch size
+
+
+class Note(partial):
+    """A hook on a layer. Copies of the model, for a moving average or in a file, note nothing."""
+
+    def __reduce__(self) -> tuple:
+        return partial, (_note_nothing,)
+
+
+def _note_nothing(layer: nn.Module, arguments: tuple, output: object) -> None:
+    pass
 
 
 def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

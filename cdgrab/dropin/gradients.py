@@ -39,7 +39,8 @@ class ObservedModel:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
-        self.model, self._ledger = getattr(model, "_orig_mod", model), ledger  # of torch.compile
+        compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+        self.model, self._ledger = _without_wrappers(model), ledger
         self._sharded = sharded_modules(self.model)
         for module in self._sharded:
             module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
@@ -47,7 +48,7 @@ class ObservedModel:
         self.parameters, self._names = list(trained.values()), {name for name in trained if is_sharded(trained[name])}
         self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._parallel = isinstance(self.model, DistributedDataParallel)
-        self._refuse(self.model is not model or model._compiled_call_impl is not None, group)
+        self._refuse(compiled, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
         self._hook: BucketHook | OverlappingHook | None = None
@@ -100,7 +101,8 @@ class ObservedModel:
             try:
                 self._hook.register(self.model)
             except CdgrabError as error:
-                raise CdgrabError(f"{error}; use attach's compress= or sparsifier= instead of that hook") from error
+                way_out = "use attach's compress= or sparsifier= instead of that hook, or keep the sampler whose it is"
+                raise CdgrabError(f"{error}; {way_out}") from error
 
     def refuse_new_parameters(self) -> None:
         """FSDP may have put those of the last forward pass in place of the sharded ones."""
@@ -109,6 +111,14 @@ class ObservedModel:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Without that of torch.compile; and DDP's, if there is one around all that is trained inside another one's."""
+    model = getattr(model, "_orig_mod", model)
+    parallel = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    trained = [sum(each.requires_grad for each in part.parameters()) for part in (model, *parallel)]
+    return parallel[0] if len(trained) == 2 and trained[0] == trained[1] else model
 
 
 class PlainGradients:

@@ -99,7 +99,8 @@ class Ledger:
             if not self.outstanding.waiting:
                 raise CdgrabError(
                     f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, "
-                    f"and run others inside `with sampler.paused():` ({REENTRANT})"
+                    f"run others inside `with sampler.paused():`, and detach() a sampler that is used no longer "
+                    f"({REENTRANT})"
                 )
             self._settle()
             self._current = self.outstanding.waiting[0]

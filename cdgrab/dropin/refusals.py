@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from torch import nn
+from torch.utils.data import Sampler
 
 from cdgrab.checks import differences
 from cdgrab.errors import CdgrabError
@@ -19,6 +20,29 @@ WRAPPERS = {  # classes of accelerate
     "SkipBatchSampler": "the sampler goes on by itself after load_state_dict: use no skip_first_batches, and "
     "ignore_data_skip=True with Trainer",
 }
+
+
+def refuse_dataset(dataset: object) -> None:
+    """One without an order to choose, or a sampler: Lightning makes batch samplers anew, with one of its own in the
+    place of the dataset."""
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise CdgrabError(
+            "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
+            "choose (a list of its examples has)"
+        )
+    if isinstance(dataset, Sampler):
+        raise CdgrabError(
+            f"this is a {type(dataset).__name__} in the place of the dataset: with Lightning give Trainer, or Fabric's "
+            "setup_dataloaders, use_distributed_sampler=False"
+        )
+
+
+def refuse_scaler(scaler: object) -> None:
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise CdgrabError(
+            f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: pass the one that it holds (in timm "
+            "loss_scaler._scaler)"
+        )
 
 
 def refuse_gpu_only(group: WorkerGroup) -> None:

@@ -73,8 +73,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         diagnose: bool | int = False,
         **options,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not len(dataset):
-            raise CdgrabError("the dataset must have a length of at least 1: an iterable one has no order to choose")
+        refusals.refuse_dataset(dataset)
         one_of("unit", unit, UNITS)
         self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
@@ -155,6 +154,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         """
         if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
+        refusals.refuse_scaler(scaler)
         observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, **sparsifier_options)
         layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
         layout |= {"compress": compress, "sparsifier": sparsifier, "its options": sorted(sparsifier_options.items())}
