@@ -43,7 +43,10 @@ class FineTuned(nn.Module):
     def __init__(self, classes: int, dropout: float) -> None:
         super().__init__()
         from transformers import AutoModel  # takes seconds
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # the encoder's own last layer is not needed here
         folder = encoder.encoder_folder(encoder.PACKAGED)
         options = {"local_files_only": True, "dtype": torch.float32, "add_pooling_layer": False}
         options |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
