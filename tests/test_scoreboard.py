@@ -56,10 +56,14 @@ def test_figure_3a_is_what_its_files_say(monkeypatch):
         ([-1.0, -1.1], 0, "cannot decide", "2 seeds"),
         ([-1.0, -1.4, -1.8], 0, "reproduced", ""),  # t = 1.4 √3 / 0.4 = 6.06, p = 0.026
         ([-1.0, -1.4, -1.8], 1, "cannot decide", "p = 0.052 by Holm"),  # twice that
+        ([-0.1, 0.1, 0.05], 0, "contradicted", "equal, within the margin"),  # 0.017 ± 0.26
+        ([-0.1, 0.1, 0.1], 0, "cannot decide", "the interval includes 0"),  # 0.033 ± 0.29
     ],
 )
 def test_verdicts(values, others, verdict, reason):
-    claims = [Claim("here", "less", "family", some, NOWHERE, 3) for some in ([values] + [values[:]] * others)]
+    claims = [
+        Claim("here", "less", "family", some, NOWHERE, 3, margin=0.3) for some in ([values] + [values[:]] * others)
+    ]
     row = judged(claims)[0]
     assert (row.verdict, row.reason, row.seeds) == (verdict, reason, "3" if len(values) == 3 else "2 of 3")
 
@@ -105,7 +109,7 @@ def test_welch_against_published_moments():
 
 def test_without_runs_the_page_still_names_the_figures(monkeypatch):
     for module in (curve_claims, scoreboard):
-        monkeypatch.setattr(module, "FIGURES", (FIGURES[2], FIGURES[-1]))
+        monkeypatch.setattr(module, "FIGURES", (FIGURES[3], FIGURES[-1]))
     monkeypatch.setattr(curve_claims, "TRENDS", ())
     monkeypatch.setattr(curve_claims, "TIMED", ())
     monkeypatch.setattr(curve_claims, "evidence", lambda experiment: [])

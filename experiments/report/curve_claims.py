@@ -18,12 +18,13 @@ from experiments.report.names import (
     PUBLISHED_SORTERS,
     column_title,
     higher_is_better,
+    kind,
     metric_label,
     sorter_label,
 )
 from experiments.report.published import published
 from experiments.report.runs import Group, evidence, without
-from experiments.report.statistics import estimate
+from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.report.tables import BEST_EPOCH, ends, epochs_to, papers_ends
 from experiments.report.text import signed
 
@@ -146,7 +147,8 @@ def _against_baseline(runs: Runs, figures: tuple[Figure, ...]) -> Iterator[tuple
     for figure in figures:
         if LOSS in figure.metrics:
             for group in groups_of(runs, figure):
-                yield from ((figure, group, pair) for pair in _pairs(figure, group) if pair[1] == BASELINE)
+                pairs = (pair for pair in _pairs(figure, group) if pair[1] == BASELINE and pair[0] == kind(pair[0]))
+                yield from ((figure, group, pair) for pair in pairs)
 
 
 def _evidence(figure: Figure, group: Group) -> Evidence:
@@ -197,15 +199,17 @@ def _better(figure: Figure, group: Group, metric: str, pair: Pair) -> Claim:
         limit=(-slack if higher else slack) or 0.0,
         beside="; ".join(beside),
         unless=unless,
+        margin=SAME_LOSS / 100 * ends(metric)[first](group, pair[1], metric).mean() if metric == LOSS else 0.0,
     )
 
 
 def _said(figure: Figure, metric: str, column: Column, pair: Pair, label: Callable[[str], str] = sorter_label) -> str:
     by_end = {when: papers_ends(figure.experiment, metric, column, when) for when in ends(metric)}
+    first, second = map(kind, pair)  # the paper's have no options
     numbers = [
-        f"{when} {signed(values[pair[0]] - values[pair[1]])}"
+        f"{when} {signed(values[first] - values[second])}"
         for when, values in by_end.items()
-        if set(pair) <= set(values)
+        if {first, second} <= set(values)
     ]
     return f"{label(pair[0])} − {label(pair[1])}: {'; '.join(numbers) or 'no number'}"
 
@@ -232,7 +236,8 @@ def _papers(figure: Figure, column: Column, pair: Pair) -> list[Series]:
     """The paper's mean curves against epochs, of both sorters; empty if one is missing."""
     curves = published(figure.experiment, LOSS, column=column)
     by_sorter = {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
-    return [by_sorter[sorter] for sorter in pair] if set(pair) <= set(by_sorter) else []
+    sorters = list(map(kind, pair))
+    return [by_sorter[sorter] for sorter in sorters] if set(sorters) <= set(by_sorter) else []
 
 
 def _ratio(group: Group, first: str, second: str) -> str:

@@ -67,6 +67,7 @@ class Claim:
     unit: str = ""  # of what is shown, where the claim does not say it
     beside: str = ""  # other numbers
     unless: str = ""  # why these runs cannot decide, whatever they say
+    margin: float = 0.0  # a smaller difference from the limit does not matter
 
     @property
     def p(self) -> float:
@@ -110,4 +111,6 @@ def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:
         return (REPRODUCED if (value.mean < claim.limit) == claim.below else CONTRADICTED), ""
     if claim.p <= ERROR:
         return UNDECIDED, f"{p_value(adjusted)} by Holm"
+    if max(value.high - claim.limit, claim.limit - value.low) <= claim.margin:
+        return CONTRADICTED, "equal, within the margin"
     return UNDECIDED, f"the interval includes {signed(claim.shown(claim.limit))}"

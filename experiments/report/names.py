@@ -11,11 +11,17 @@ LOSS, BOUND = "train_loss", "herding_per_step"
 
 ALONE = "grab_pair"  # one worker that holds all units, and may order them freely
 ONE_WORKER = {ALONE: "GraB, one worker with all", "grab": "GraB (Bal), one worker with all"}
-OPTIONS = {"rule=walk": "random walk", "shared=true": "shared order", "sketch=countsketch": ""}
+OPTIONS = {
+    "rule=walk": "random walk",
+    "shared=true": "shared order",
+    "sketch=countsketch": "",
+    "initial=identity": "first as stored",
+}
 PUBLISHED_SORTERS = {label(name): name for name in (OURS, BASELINE, "id_grab_bal", UNCOORDINATED)}
 PUBLISHED_SORTERS |= {"Balance": "grab", "PairBalance": "grab_pair", "RR": BASELINE}  # one worker: Figure 6
 COLOURS = {
     "cd_grab": "#c4322b",
+    "cd_grab,initial=identity": "#e79b97",
     "d_rr": "#3465a4",
     "d_rr,shared=true": "#86a9d1",
     "id_grab_pair": "#e69f00",
@@ -23,6 +29,7 @@ COLOURS = {
     "grab": "#009e73",
     "grab_pair": "#e69f00",
     "riffle": "#7b5ea7",
+    "riffle,initial=identity": "#bdaed6",
     "kh": "#56a0c9",
     "flip_flop": "#8c6d46",
     "shuffle_once": "#777777",

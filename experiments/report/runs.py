@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
-from experiments.report.names import counted, sorter_label
+from experiments.report.names import counted, kind, sorter_label
 from experiments.report.text import FEWEST_SEEDS
 from experiments.store.files import RESULTS
 from experiments.store.records import METRICS, read_manifest, read_metrics
@@ -91,8 +91,8 @@ class Group(Runs):
         return list(dict.fromkeys(_variant(m) for m in self.manifests))
 
     def label(self, sorter: str) -> str:
-        if sorter == "riffle":  # the published code's order; figures must say so
-            return "riffle (no balancing)"
+        if kind(sorter) == "riffle":  # the published code's order; figures must say so
+            return sorter_label(sorter, "riffle (no balancing)")
         manifest = next(m for m in self.manifests if _variant(m) == sorter)
         return sorter_label(sorter, manifest["sorter_label"])
 

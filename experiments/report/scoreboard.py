@@ -14,7 +14,7 @@ from experiments.report.judging import CONTRADICTED, IMPOSSIBLE, REPRODUCED, UND
 from experiments.report.names import PUBLISHED_SORTERS, metric_label
 from experiments.report.published import half_bands, published
 from experiments.report.runs import Group
-from experiments.report.statistics import against
+from experiments.report.statistics import SAME_LOSS, against
 from experiments.report.study_claims import EXDYNA, FIGURE_10, THEORY, Studied
 from experiments.report.tables import ends, mean_std, papers_end
 from experiments.report.text import markdown, narrow
@@ -49,7 +49,8 @@ The rules, here and everywhere:
   other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
   quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing. Where a
   study finds sorters equal, within its margin, a claim that one is better is contradicted, that it is no worse
-  reproduced.
+  reproduced. So it is with the train loss of figures, whose margin is that of the studies,
+  {SAME_LOSS:g} % of the rival's.
 - A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
   [levels](#levels).
 - "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's, in seconds or bytes.

@@ -21,6 +21,7 @@ from experiments.report.kinds import DataFrame, Series
 from experiments.report.text import FEWEST_SEEDS, plural, signed
 
 ERROR = 0.05  # the share of intervals that may miss the truth
+SAME_LOSS = 0.5  # per cent of D-RR's train loss: a smaller difference does not matter
 _looks = ContextVar("looks", default=1)
 
 

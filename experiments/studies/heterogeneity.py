@@ -20,12 +20,12 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, LOSS, OURS, UNCOORDINATED, sorter_label, sorter_line, task_name
-from experiments.report.statistics import estimate
+from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.store.records import significant
 from experiments.studies.base import Study
 from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides, partition, test_metric
-from experiments.studies.verdicts import SAME_LOSS, Verdict, by_seed, difference, ends_lower, judge, keeps, select
+from experiments.studies.verdicts import Verdict, by_seed, difference, ends_lower, judge, keeps, select
 from experiments.tasks.partition import class_shares
 
 PARTITION = ""  # in place of a sorter: nothing is trained

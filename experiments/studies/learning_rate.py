@@ -12,10 +12,11 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label, sorter_style, task_name
+from experiments.report.statistics import SAME_LOSS
 from experiments.studies.base import Study
 from experiments.studies.parts import Part, trained
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import IN_PER_CENT, SAME_LOSS, Verdict, difference, judge, judge_every, select
+from experiments.studies.verdicts import IN_PER_CENT, Verdict, difference, judge, judge_every, select
 
 OPTIMISER_NAMES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 LEARNED = 0.95  # a stable run ends below this share of its first loss; knowing class frequencies alone gains less

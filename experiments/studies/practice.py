@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import LOSS
-from experiments.report.statistics import counted, holm, median, paired_p
+from experiments.report.statistics import SAME_LOSS, counted, holm, median, paired_p
 from experiments.studies.parts import Part
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
-from experiments.studies.verdicts import SAME_LOSS, Verdict, beyond_chance, judge, repeated, select
+from experiments.studies.verdicts import Verdict, beyond_chance, judge, repeated, select
 
 PILOT, TRAINED, COST = "pilot", "trained", "cost"  # kinds of parts
 PILOT_SEEDS = 1000  # the first of those that do not count

@@ -16,13 +16,13 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure, Series
 from experiments.report.names import BASELINE, BOUND, OURS, UNCOORDINATED, sorter_label, sorter_style, task_name
-from experiments.report.statistics import Estimate, counted, median, power_exponents
+from experiments.report.statistics import SAME_LOSS, Estimate, counted, median, power_exponents
 from experiments.store.records import significant
 from experiments.studies.base import Study
 from experiments.studies.parts import Part, trained
 from experiments.studies.timing import in_turn, under_torchrun
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import SAME_LOSS, Verdict, difference, judge, judge_every, repeated, select
+from experiments.studies.verdicts import Verdict, difference, judge, judge_every, repeated, select
 from experiments.training.memory import keep_freed_memory
 
 FIXED, WEAK = MODES = ("fixed", "weak")

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
-from experiments.report.statistics import ERROR, Estimate, estimate
+from experiments.report.statistics import ERROR, SAME_LOSS, Estimate, estimate
 from experiments.report.text import signed, table
 
 HOLDS, FAILS, EQUAL, UNDECIDED = "holds", "fails", "equal", "undecided"
-SAME_LOSS = 0.5  # per cent of D-RR's train loss: a smaller difference does not matter
 KEPT_ADVANTAGE = 0.8  # the least share of the advantage over the baseline that an approximation should keep
 MOST_VALUES = 1000  # more than anybody will compute
 IN_PER_CENT = "difference in % of D-RR's train loss"

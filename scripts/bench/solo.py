@@ -21,9 +21,9 @@ ONE_RUN = {  # an epoch takes a second or more, given the real data
     "lr_hmda": ["size=quick", "epochs=4"],
     "mlp_m4": ["size=quick", "epochs=4"],
     "cifar10": ["size=quick", "epochs=6"],
-    "lstm_wiki2": ["size=quick", "epochs=4", "task.limit=10"],
+    "lstm_wiki2": ["size=quick", "epochs=4", "task.limit=10", "task.test_chunks=2"],
     "gpt2_wiki103": ["size=quick", "epochs=4", "task.limit=400"],
-    "glue": ["size=quick", "epochs=4", "task.encoder=frozen", "task.limit=1000"],
+    "glue": ["size=quick", "epochs=4", "task.encoder=frozen", "task.limit=500"],
 }
 
 
@@ -50,8 +50,8 @@ def rows(repeats: int) -> Iterator[dict]:
 
 def _copy(commit: str, into: Path) -> Path:
     into.mkdir()
-    archive = subprocess.Popen(["git", "-C", ROOT, "archive", commit], stdout=subprocess.PIPE)
-    subprocess.run(["tar", "x", "-C", into], stdin=archive.stdout, check=True)
+    archive = subprocess.run(["git", "-C", ROOT, "archive", commit], stdout=subprocess.PIPE, check=True)
+    subprocess.run(["tar", "x", "-C", into], input=archive.stdout, check=True)
     return into
 
 
