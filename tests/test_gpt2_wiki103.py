@@ -12,17 +12,20 @@ import pytest
 import torch
 
 from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
 from experiments import train
 from experiments.data import bpe, text_blocks, wikitext
 from experiments.tasks import make_task
 from experiments.tasks.gpt2_wiki103 import blocks_at_once, pretrained
 from experiments.tasks.tiny_gpt2 import TinyGpt2
 from experiments.training.config import compose
-from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.evaluation import evaluate, evaluate_together
+from experiments.training.gradients import FlatParameters, at_once, gradient_function, over_replicas
 
 CONTEXT, VOCABULARY, NOVELS = 8, 300, 23
 TINY = [f"task.context={CONTEXT}", "task.width=12", f"task.vocabulary={VOCABULARY}", "task.limit=20"]
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 real_data = pytest.mark.skipif(
     not (os.environ.get("CDGRAB_DATA") and Path(os.environ["CDGRAB_DATA"], "gpt2").is_dir()),
     reason="needs GPT-2's tokens: set CDGRAB_DATA (`make data-gpt2-wiki103`)",
@@ -58,9 +61,9 @@ def root(tmp_path):
 WORDS = ["the", "a", "old", "sea", "house", "Émile", "—", "said", "“No,", "came;", "1851", "quickly", "under", "it's"]
 
 
-def tiny_task(root, *changes):
+def tiny_task(root, *changes, device="cpu"):
     run = compose(["task=gpt2_wiki103", f"data_root={root}", *TINY, "task.dtype=float64", "run_dir=unused", *changes])
-    return make_task(run.config, run.source, torch.device("cpu"))
+    return make_task(run.config, run.source, torch.device(device))
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def test_unit_gradients_equal_a_one_by_one_loop_over_transformers(root, how, per
 @pytest.mark.parametrize("blocks_at_once", [1, 4, 100])
 def test_evaluation_equals_a_plain_loop(root, blocks_at_once):
     task = tiny_task(root)
-    task._evaluated_at_once = blocks_at_once
+    task.evaluated_at_once = blocks_at_once
     twin = transformers_twin(perturbed(task.model))
     shares = {"train": torch.arange(task.train_units).tensor_split(3)}
     shares["test"] = torch.arange(task.test_units).tensor_split(task.test_units + 2)  # two workers have no block
@@ -200,6 +203,30 @@ def test_evaluation_equals_a_plain_loop(root, blocks_at_once):
     authors = math.exp(sum(losses["test"]) / (len(losses["test"]) - 1))
     assert metrics["val_ppl_authors"] == pytest.approx(authors, rel=1e-10)
     assert task.metrics({"loss": 1.0, "count": 1.0}, {"loss": 1e9, "count": 2.0})["val_ppl"] == math.inf
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(root, device, monkeypatch):
+    """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    monkeypatch.setattr("experiments.tasks.gpt2_wiki103.READ_AT_ONCE", 3 * 2 * CONTEXT)  # three blocks of two runs
+    if device == "cpu":  # few programs, since they run one by one
+        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 512)
+    task = tiny_task(root, "workers=2", "task.batch=2", "task.valid_limit=4", device=device)
+    flat = FlatParameters(task.model)
+    generator = torch.Generator().manual_seed(0)
+    parameters = (0.1 * torch.randn(3, flat.dim, generator=generator, dtype=torch.float64)).to(device)
+    batch = task.fetch("train", torch.randint(12, (3, 2, 1), generator=generator).to(device))
+    with torch.no_grad():
+        wanted = over_replicas(gradient_function(task, flat, True), 2, "vmap")(parameters, *batch)
+        found = at_once(task, flat, 2)(parameters, *batch)
+        for one, other in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-11, atol=1e-13)
+            assert one.abs().max() > 0
+        owned = torch.stack([torch.arange(12).view(2, 6), torch.arange(11, -1, -1).view(2, 6)]).to(device)
+        together = evaluate_together(task, flat.unflatten(parameters[:2]), owned)
+        for vector, units, metrics in zip(parameters, owned, together, strict=False):
+            assert metrics == pytest.approx(evaluate(task, flat.unflatten(vector), units, WorkerGroup(2)), rel=1e-12)
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cuda", 41), ("cpu", 2)])

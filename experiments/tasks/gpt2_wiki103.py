@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SIZES = ("context", "width", "layers", "heads")
+IN_REGISTERS = 128  # the largest width that a program of `vocabulary_kernels` can hold
+READ_AT_ONCE = 2**19  # tokens in an evaluation, over all runs
 SCORE_BYTES = {"cpu": 2**26, "cuda": 2**30}  # of scores in memory during evaluation; for a moment twice as much
 
 
@@ -67,6 +71,29 @@ class Gpt2Wiki103(Task):
         (blocks,) = batch
         scores = self.apply(parameters, blocks[..., :-1])
         return F.cross_entropy(scores.flatten(0, -2), blocks[..., 1:].flatten()), carry
+
+    def _write_gradients(self, parameters: dict[str, Tensor], carry: tuple, blocks: Tensor, into: dict) -> tuple:
+        from experiments.tasks.gpt2_batched import write_gradients
+
+        return write_gradients(self.model.body, parameters, blocks, into)
+
+    @property
+    def write_gradients(self) -> Callable[..., tuple] | None:
+        fits = self.units_per_step == 1 and self.config.width <= IN_REGISTERS
+        return self._write_gradients if fits and find_spec("triton") else None
+
+    @property
+    def evaluated_together(self) -> bool:
+        return self.write_gradients is not None
+
+    def totals_together(self, split: str, parameters: dict[str, Tensor], units: Tensor) -> dict[str, Tensor]:
+        from experiments.tasks.gpt2_batched import losses
+
+        runs = len(next(iter(parameters.values())))
+        parts = units.expand(runs, -1).split(max(1, READ_AT_ONCE // (runs * self.config.context)), dim=1)
+        means = torch.cat([losses(self.model.body, parameters, *self.fetch(split, some)) for some in parts], dim=1)
+        total = means.double().sum(1)
+        return {"loss": total, "count": torch.full_like(total, means.shape[1])}
 
     def metrics(self, train: dict[str, float], test: dict[str, float]) -> dict[str, float]:
         """`val_ppl_authors` is the published code's: the sum of all blocks' losses divided by their number less one."""

@@ -41,7 +41,7 @@ def write_gradients(
             into[name].copy_(to_gates.mT @ _by_worker(factor, workers))
         for name in names[2:]:
             into[name].copy_(to_gates.sum(2))
-    _add_rows(into["embedding.weight"], _by_worker(words, workers), _by_worker(gradient, workers))
+    vocabulary_kernels.add_rows(into["embedding.weight"], _by_worker(words, workers), _by_worker(gradient, workers))
     last = (torch.stack([layer[kind][-1] for layer in layers], dim=1) for kind in (2, 3))
     return losses, tuple(state.unflatten(2, (workers, -1)).movedim(2, 1) for state in last)
 
@@ -87,11 +87,3 @@ def _output_layer(
     outputs, targets = _by_worker(sequence, workers), _by_worker(targets, workers)
     losses, gradient = vocabulary_kernels.cross_entropy(outputs, embeddings, targets, into)
     return losses.mean(-1), gradient.unflatten(2, (len(sequence), -1)).movedim(2, 0).flatten(2, 3)
-
-
-def _add_rows(into: Tensor, rows: Tensor, values: Tensor) -> None:
-    """into[r, w, rows[r, w, i]] += values[r, w, i] for all i, with the same order of additions every time: the values
-    of a row that appears several times are summed first."""
-    same = (rows[..., None] == rows[..., None, :]).to(values.dtype)
-    index = rows[..., None].expand_as(values)
-    into.scatter_(2, index, into.gather(2, index) + same @ values)

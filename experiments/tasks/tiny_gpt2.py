@@ -51,7 +51,10 @@ class Body(nn.Module):
                 nn.init.normal_(projection.weight, std=SPREAD / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.tokens(tokens) + self.positions.weight[: tokens.shape[-1]]
+        return self.read(self.tokens(tokens))
+
+    def read(self, embedded: Tensor) -> Tensor:
+        hidden = embedded + self.positions.weight[: embedded.shape[-2]]
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden)

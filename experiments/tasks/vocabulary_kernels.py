@@ -38,18 +38,25 @@ def losses(outputs: Tensor, embeddings: Tensor, targets: Tensor) -> Tensor:
     return _read(outputs.contiguous(), embeddings, targets, means=False)[0]
 
 
+def add_rows(into: Tensor, rows: Tensor, values: Tensor) -> None:
+    """into[r, w, rows[r, w, i]] += values[r, w, i] for all i, with the same order of additions every time: the values
+    of a row that appears several times are summed first."""
+    same = (rows[..., None] == rows[..., None, :]).to(values.dtype)
+    index = rows[..., None].expand_as(values)
+    into.scatter_(2, index, into.gather(2, index) + same @ values)
+
+
 def _read(outputs: Tensor, embeddings: Tensor, targets: Tensor, means: bool) -> tuple[Tensor, ...]:
     """Losses, logarithms of the softmax's denominator, embeddings' means under the softmax, and the targets'."""
     (runs, rows, size), classes = outputs.shape, embeddings.shape[1]
-    blocks = triton.cdiv(rows, ROWS)
-    parts = max(1, min(16, PROGRAMS // (blocks * runs), classes // CLASSES))  # of the classes, each by its own program
-    each = CLASSES * triton.cdiv(classes, CLASSES * parts)
+    blocks, (tile, width) = triton.cdiv(rows, ROWS), _tile(size)
+    parts = max(1, min(16, PROGRAMS // (blocks * runs), classes // tile))  # of the classes, each by its own program
+    each = tile * triton.cdiv(classes, tile * parts)
     tops, totals = (outputs.new_empty(parts, runs, rows) for _ in range(2))
     sums = outputs.new_empty(parts, runs, rows, size) if means else outputs.new_empty(0)
-    grid, width = (blocks, parts, runs), max(16, triton.next_power_of_2(size))
-    _read_classes[grid](
+    _read_classes[blocks, parts, runs](
         outputs, embeddings, tops, totals, sums, embeddings.stride(0),
-        rows, classes, each, size, ROWS, CLASSES, width, means,
+        rows, classes, each, size, ROWS, tile, width, means,
     )  # fmt: skip
     whole = torch.logsumexp(tops + totals.log(), dim=0)
     wanted = embeddings.gather(1, targets[..., None].expand(-1, -1, size))
@@ -59,11 +66,17 @@ def _read(outputs: Tensor, embeddings: Tensor, targets: Tensor, means: bool) -> 
 
 def _write(outputs: Tensor, embeddings: Tensor, targets: Tensor, normalisers: Tensor, into: Tensor) -> None:
     (runs, workers, words, size), classes = outputs.shape, embeddings.shape[1]
-    grid, width = (triton.cdiv(classes, CLASSES), workers, runs), max(16, triton.next_power_of_2(size))
-    _write_classes[grid](
+    tile, width = _tile(size)
+    _write_classes[triton.cdiv(classes, tile), workers, runs](
         into, outputs, embeddings, targets, normalisers, embeddings.stride(0), *into.stride()[:2],
-        words, classes, size, 32, CLASSES, width,
+        words, classes, size, 32, tile, width,
     )  # fmt: skip
+
+
+def _tile(size: int) -> tuple[int, int]:
+    """Classes in a tile, and its width; with both large, registers would not suffice."""
+    width = max(16, triton.next_power_of_2(size))
+    return (CLASSES if width <= 64 else CLASSES // 2), width
 
 
 @triton.jit

@@ -109,7 +109,7 @@ def together(
     inputs and outputs [replicas, ...]; unit gradients only of the first `lookers` runs. owned [replicas, workers, ...].
     """
     replicas, workers = owned.shape[:2]
-    if how == "backward" and task.write_gradients and owned.is_cuda:
+    if written_at_once(task, owned.device):
         function = at_once(task, flat, lookers)
         return function if every_worker else summed(function, workers)
     if task.factors and task.units_per_step == 1 and not (every_worker or owned.is_cuda):
@@ -159,6 +159,11 @@ def mixed(looked_at: GradientFunction, others: GradientFunction, lookers: int) -
         return unit_gradients, *map(torch.cat, zip(first, rest, strict=True))
 
     return function
+
+
+def written_at_once(task: Task, device: torch.device) -> bool:
+    """Kernels of its own write the gradients of a task's runs that train together; no trace would show them."""
+    return bool(task.write_gradients) and device.type == "cuda"
 
 
 def at_once(task: Task, flat: FlatParameters, lookers: int) -> GradientFunction:

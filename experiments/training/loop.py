@@ -30,7 +30,7 @@ from experiments.training import snapshot
 from experiments.training.clock import PHASES, Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.gradients import gradient_function, summed, together
+from experiments.training.gradients import gradient_function, summed, together, written_at_once
 from experiments.training.member import Member, evaluated
 from experiments.training.optimisers import Optimiser
 from experiments.training.parts import (
@@ -88,10 +88,11 @@ class Trainer:
         function = gradient_function(self.task, self.flat, self.per_unit, how)
         if not self.sparse:
             function = summed(function, self.config.workers if self.group.world_size == 1 else None)
+        by_kernels = self.replicas > 1 and written_at_once(self.task, self.device)
         if self.replicas > 1:
             lookers = sum(member.sorter.needs_gradients for member in self.members)
             function = together(self.task, self.flat, function, how, self.owned, lookers, self.sparse)
-        return Compiled(function, self.config.compile == "auto" and how == "vmap")
+        return Compiled(function, self.config.compile == "auto" and how == "vmap" and not by_kernels)
 
     def _steps(self) -> Steps:
         group, config, compiled = self.group, self.config, self.config.compile == "auto"
