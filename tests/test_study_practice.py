@@ -145,7 +145,7 @@ def _say_all(study, monkeypatch, tmp_path):
     monkeypatch.setenv("CDGRAB_STUDY", str(study.directory))
     monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
     told = computed(code_cells(ROOT / "notebooks" / "study_practice.ipynb"))
-    for words in ("| CD-GraB, batches reformed ", "80,642", ", example ", "only shows that it runs"):
+    for words in ("| CD-GraB's reformed batches ", "80,642", ", example ", "only shows that it runs"):
         assert words in told
     assert (tmp_path / "figures" / "study_practice-smoke-embedded.md").stat().st_size > 500
 
@@ -172,12 +172,12 @@ def test_gains_losses_and_what_does_not_matter_are_told_apart(settings):
     table = made_up_table(settings, lambda cell, arm: levels[arm], lambda cell, arm: 50 + (arm == "batch"))
     found = answers(practice.verdicts(table, settings))
     label = "LeNet, CIFAR-10: augmented"
-    assert found[f"{label}: the same batches at random against fresh batches, train loss"] == "fails"
-    assert found[f"{label}: CD-GraB, batches against fresh batches, train loss"] == "holds"
-    assert found[f"{label}: CD-GraB, batches against fresh batches, validation score"] == "holds"
-    assert found["MLP, HMDA: CD-GraB, examples against fresh batches, train loss"] == "equal"
-    assert found["MLP, HMDA: CD-GraB, examples against the same batches at random, train loss"] == "holds"
-    assert found["MLP, HMDA: CD-GraB, examples against fresh batches, validation score"] == "equal"
+    assert found[f"{label}: fixed batches at random beat fresh batches in train loss"] == "fails"
+    assert found[f"{label}: CD-GraB's batches beat fresh batches in train loss"] == "holds"
+    assert found[f"{label}: CD-GraB's batches beat fresh batches in validation score"] == "holds"
+    assert found["MLP, HMDA: CD-GraB's examples beat fresh batches in train loss"] == "equal"
+    assert found["MLP, HMDA: CD-GraB's examples beat fixed batches at random in train loss"] == "holds"
+    assert found["MLP, HMDA: CD-GraB's examples beat fresh batches in validation score"] == "equal"
     assert found["MLP, HMDA: a step with ordered batches takes at most 1.1 times as long"] == "holds"
     assert found["MLP, HMDA: the rate is the best of those tried with shuffle=True"] == "holds"
     other = answers(practice.verdicts(table, OmegaConf.merge(settings, {"chosen": {"mlp": 0.3}})))
@@ -190,7 +190,7 @@ def test_one_of_many_comparisons_may_differ_by_chance(settings):
     wobble = {0: 0.0, 1: 1.0, 2: -1.0, 3: 0.5, 4: -0.5}
     here = (table["kind"] == "trained") & (table["cell"] == "mlp") & (table["arm"] == "batch")
     table.loc[here, "train_loss"] = [0.98 + 0.01 * s + 0.015 * wobble[s] for s in table.loc[here, "seed"]]
-    claim = "MLP, HMDA: CD-GraB, batches against fresh batches, train loss"
+    claim = "MLP, HMDA: CD-GraB's batches beat fresh batches in train loss"
     verdict = next(verdict for verdict in practice.verdicts(table, settings) if verdict.claim == claim)
     assert verdict.answer == "undecided" and verdict.note.endswith("decided by itself, not after the adjustment")
     assert "adjusted for 14 comparisons (Holm)" in verdict.note

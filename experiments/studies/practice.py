@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import LOSS
 from experiments.report.statistics import SAME_LOSS, counted, holm, median, paired_p
+from experiments.report.text import minus
 from experiments.studies.parts import Part
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
 from experiments.studies.verdicts import Verdict, beyond_chance, judge, repeated, select
@@ -28,10 +29,10 @@ SAME_SCORE = 0.25  # points: a smaller difference of scores does not matter
 CHEAP = 1.1  # times a step without orders
 ARMS = {
     SHUFFLE: "fresh batches",
-    FIXED: "the same batches at random",
-    BATCH: "CD-GraB, batches",
-    EXAMPLE: "CD-GraB, examples",
-    REFORMED: "CD-GraB, batches reformed",
+    FIXED: "fixed batches at random",
+    BATCH: "CD-GraB's batches",
+    EXAMPLE: "CD-GraB's examples",
+    REFORMED: "CD-GraB's reformed batches",
 }
 CHANGES = {  # of a base setting, in words
     "augment": "augmented",
@@ -121,9 +122,11 @@ class Comparison:
 
 
 def ends(table: DataFrame) -> DataFrame:
-    """Means over the second half of the epochs, by cell, arm and seed."""
-    columns = [LOSS, SCORE, "train_score"]
-    return select(table, kind=TRAINED).groupby(["cell", "arm", "seed"])[columns].mean()
+    """Means over the second half of the epochs, by cell, arm and seed; "last" and the name: after the last one."""
+    runs = (
+        select(table, kind=TRAINED).sort_values("epoch").groupby(["cell", "arm", "seed"])[[LOSS, SCORE, "train_score"]]
+    )
+    return runs.mean().join(runs.last().add_prefix("last "))
 
 
 def compared(means: DataFrame, name: str, arm: str, control: str, metric: str) -> Comparison:
@@ -156,8 +159,8 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
 
 def _better(each: Comparison, label: str) -> Verdict:
     loss = each.metric == LOSS
-    words = f"{label}: {ARMS[each.arm]} against {ARMS[each.control]}, {'train loss' if loss else 'validation score'}"
-    note = "gain in %" if loss else "gain in points"
+    words = f"{label}: {ARMS[each.arm]} beat {ARMS[each.control]} in {'train loss' if loss else 'validation score'}"
+    note = "gain in % of the loss" if loss else "gain in points"
     return judge(words, each.gains, note, least=0.0, margin=SAME_LOSS if loss else SAME_SCORE)
 
 
@@ -179,6 +182,6 @@ def _rates(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for base in (base for base in _bases(settings) if settings.tried[base]):
         scores = pilots(table, base)
         words = f"{settings.models[base].label}: the rate is the best of those tried with shuffle=True"
-        tried = ", ".join(f"{rate:g}: {score:.2f}" for rate, score in scores.items())
+        tried = ", ".join(f"{rate:g}: {minus(f'{score:.2f}')}" for rate, score in scores.items())
         ratio = counted(settings.chosen[base] / scores.idxmax())
         yield repeated(judge(words, ratio, f"chosen / best; scores of pilots {tried}", least=1, most=1))

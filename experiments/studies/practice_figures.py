@@ -35,6 +35,7 @@ def gains(study: Study) -> Figure:
                 panel.plot(value.mean, y, "o", ms=3, label=ARMS[arm], **style)
         panel.axvline(0, **plots.GREY, zorder=0)
         panel.set_xscale("symlog", linthresh=1.0)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.set_yticks(range(len(names)), [cell_label(study.settings, name) for name in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
     note = "against fresh batches in every epoch; mean and 95 % interval, paired over seeds"
@@ -62,10 +63,12 @@ def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str
                 "model": cell_label(settings, name),
                 "batches": ARMS[arm],
                 "train loss": text.mean_std(rows[LOSS], 5),
-                "train score": text.mean_std(rows["train_score"], 2),
-                "validation score": text.mean_std(rows[SCORE], 2),
+                "last train loss": text.mean_std(rows[f"last {LOSS}"], 5),
+                "train score": text.minus(text.mean_std(rows["train_score"], 2)),
+                "validation score": text.minus(text.mean_std(rows[SCORE], 2)),
+                "last validation score": text.minus(text.mean_std(rows[f"last {SCORE}"], 2)),
                 "loss against fresh (%)": gain(name, arm, SHUFFLE, LOSS),
-                "against the same (%)": gain(name, arm, FIXED, LOSS),
+                "loss against fixed (%)": gain(name, arm, FIXED, LOSS),
                 "score against fresh (points)": gain(name, arm, SHUFFLE, SCORE),
             }
 
