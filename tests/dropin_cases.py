@@ -59,6 +59,14 @@ def attached(model, batch_size=8, attach=None, **options):
     return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
 
 
+def seen_by(observer):
+    """Gradients that a ledger or a sorter gets from now on, whole or in parts."""
+    seen, observe, observe_parts = [], observer.observe, observer.observe_parts
+    observer.observe = lambda *where, **more: (seen.append(where[-1].clone()), observe(*where, **more))
+    observer.observe_parts = lambda parts: (seen.append(parts.vector()[None]), observe_parts(parts))
+    return seen
+
+
 def gradient(model):
     pieces = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([piece.flatten() for piece in pieces])

@@ -63,7 +63,7 @@ def test_runs_together_are_measured_on_whatever_data_there_is(results):
 
 
 def test_every_model_of_the_drop_in_benchmark_is_there():
-    assert {name for cases in dropin.CASES.values() for name, _ in cases} == set(models.MODELS)
+    assert {case.model for cases in dropin.CASES.values() for case in cases} == set(models.MODELS)
     for name, count in {"linear": 955_050, "convolutional": 962_314, "mlp": 5_824_522}.items():
         trained = models.MODELS[name]
         made, batch = trained.make(), trained.examples(3, "cpu").__getitems__([2, 0])

@@ -4,7 +4,19 @@ import warnings
 
 import pytest
 import torch
-from dropin_cases import EPOCHS, EXAMPLES, Awkward, attached, dataset, gradient, network, retrained, sorted_alone, train
+from dropin_cases import (
+    EPOCHS,
+    EXAMPLES,
+    Awkward,
+    attached,
+    dataset,
+    gradient,
+    network,
+    retrained,
+    seen_by,
+    sorted_alone,
+    train,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed as dist
@@ -15,6 +27,7 @@ from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
+from cdgrab.dropin.diagnosis import held_bytes
 
 
 def in_order(sampler, orders):
@@ -136,8 +149,7 @@ def test_an_overflow_counts_as_zero():
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     sampler = attached(model, attach={"scaler": scaler})
-    seen, observe = [], sampler.sorter.observe
-    sampler.sorter.observe = lambda at, rows, **more: (seen.append(rows.clone()), observe(at, rows, **more))
+    seen = seen_by(sampler.sorter)
     with pytest.warns(UserWarning, match="not finite"):
         train(model, sampler, epochs=2, scaler=scaler, factor=lambda step: float("inf") if step == 3 else 1.0)
     assert [bool(rows.any()) for rows in seen] == [step != 3 for step in range(16)]
@@ -175,6 +187,25 @@ def test_a_fully_sharded_model_on_one_process():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("sketch", ["none", "countsketch"])
+def test_what_is_decided_beside_the_training_changes_nothing_and_takes_little_memory(sketch):
+    """In a stream on a GPU, where there is one, otherwise in a thread: rows that fill a block by themselves."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    for background in (True, False):
+        model = network(width=20_000).to(device)
+        sampler = attached(model, background=background, sketch=sketch)
+        loader = DataLoader(dataset(), batch_sampler=sampler, collate_fn=lambda some: on(device, default_collate(some)))
+        found.append((train(model, sampler, 2, loader), [parameter.detach() for parameter in model.parameters()]))
+    (visited, weights), (same, others) = found
+    assert visited == same and all(map(torch.equal, weights, others))
+    options = {} if sketch == "none" else {"sketch": sketch}
+    gradients = retrained(network(width=20_000), visited)
+    assert in_order(sampler, sorted_alone(gradients[:, None], **options)[:, 0]) == visited
+    held = held_bytes([sampler._model, sampler.ledger]) / gradients.shape[2]
+    assert held < (16.5 if sketch == "none" else 2.5)  # the sum and a pair's difference, here both of 8 bytes
+
+
 def on(device, tensors):
     return [tensor.to(device) for tensor in tensors]
 
@@ -182,8 +213,7 @@ def on(device, tensors):
 def test_clipping_comes_after_the_sampler_has_looked():
     model = network()
     sampler = attached(model)
-    seen, observe = [], sampler.ledger.observe
-    sampler.ledger.observe = lambda gradients: (seen.append(gradients[0].clone()), observe(gradients))
+    seen = seen_by(sampler.ledger)
     train(model, sampler, epochs=1, note=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
     assert min(float(g.norm()) for g in seen) > 1e-2
 

@@ -33,18 +33,20 @@ class Training:
             self.sampler.load_state_dict(state)
         self.sampler.attach(self.model)
         self.used, self.told = [], []  # batches that had a backward pass; epochs of the gradients that count
-        self._observe, self.sampler.sorter.observe = self.sampler.sorter.observe, self.check
+        told = self.sampler.sorter
+        observe, observe_parts = told.observe, told.observe_parts
+        told.observe = lambda at, some, **more: (self.check(some[0]), observe(at, some, **more))
+        told.observe_parts = lambda parts: (self.check(parts.vector()[None]), observe_parts(parts))
 
-    def check(self, positions, gradients, **more):
+    def check(self, gradients):
         sorter, own = self.sampler.sorter, self.sampler._own
         order = sorter.order(sorter.epoch)[0].tolist()
-        for position, gradient in zip(positions, gradients[0], strict=True):
+        for position, gradient in enumerate(gradients, sorter.position):
             unit = own[order[position]]
             named = [int(unit)] if self.sampler.unit == "example" else list(chain.from_iterable(unit))
             if gradient.any():  # otherwise it was skipped
                 assert gradient.nonzero().flatten().tolist() == sorted(named)
             self.told.append(sorter.epoch)
-        self._observe(positions, gradients, **more)
 
     def step(self, batch):
         self.used.append(batch)

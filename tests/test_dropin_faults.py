@@ -4,7 +4,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from dropin_cases import EXAMPLES, attached, dataset, gradient, network, train
+from dropin_cases import EXAMPLES, attached, dataset, gradient, network, seen_by, train
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -17,18 +19,11 @@ def one_pass(model, batch):
     nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
 
 
-def seen_by(sampler):
-    """Gradients that the sampler gets from now on."""
-    seen, observe = [], sampler.ledger.observe
-    sampler.ledger.observe = lambda gradients: (seen.append(gradients.clone()), observe(gradients))
-    return seen
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_skipped_batches_count_as_zero_and_do_not_shift_the_others(accumulate):
     model = network()
     sampler = attached(model, 4, accumulation_steps=accumulate)
-    seen, expected = seen_by(sampler), []
+    seen, expected = seen_by(sampler.ledger), []
     for index, batch in enumerate(sampler):
         model.zero_grad()
         if index in (3, 4, 5):
@@ -43,7 +38,7 @@ def test_skipped_batches_count_as_zero_and_do_not_shift_the_others(accumulate):
 def test_skipped_examples_count_as_zero():
     model = network()
     sampler = attached(model, 7, unit="example")
-    seen = seen_by(sampler)
+    seen = seen_by(sampler.ledger)
     for batch in sampler:
         sampler.skip() if len(seen) in (2, 8) else one_pass(model, batch)
     assert [len(rows) for rows in seen] == [7] * 8 + [5]
@@ -97,7 +92,7 @@ def test_a_backward_pass_that_failed_is_forgotten(accumulate):
 
     model = Module()
     sampler = attached(model, 4, accumulation_steps=accumulate)
-    seen, expected = seen_by(sampler), []
+    seen, expected = seen_by(sampler.ledger), []
     for index, batch in enumerate(sampler):
         for Fails.now in [True, False] if index == 3 else [False]:
             model.zero_grad()
@@ -149,7 +144,7 @@ def test_gradients_by_autograd_grad():
     model = network()
     sampler = attached(model)
     _, inputs, labels = dataset().tensors
-    seen = seen_by(sampler)
+    seen = seen_by(sampler.ledger)
     for batch in sampler:
         loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
         with sampler.paused():
@@ -162,7 +157,7 @@ def test_gradients_by_autograd_grad():
 def test_gradients_that_do_not_stay_in_grad():
     """Steps inside the backward pass, which leave nothing; and torch.autograd.grad after backward passes."""
     model = network()
-    seen, expected = seen_by(sampler := attached(model)), []
+    seen, expected = seen_by((sampler := attached(model)).ledger), []
 
     def step(parameter):
         expected.append(parameter.grad.flatten())
@@ -181,6 +176,34 @@ def test_gradients_that_do_not_stay_in_grad():
             loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
             torch.autograd.grad(loss, model.parameters()) if index == 2 else loss.backward()
             model.zero_grad()
+
+
+KINDS = ["plain", "plain", "plain", "zeroed in place", "not zeroed", "called in parts", "after one for an input"]
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=8, max_size=15), st.sampled_from([1, 3]))
+def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
+    """After some plain ones parameters are no longer watched one by one, but for one of them; others change that."""
+    model, twin = network(), network()
+    sampler = attached(model, 1, accumulation_steps=accumulate, drop_last=True)
+    seen, expected, plain = seen_by(sampler.ledger), [], 0
+    _, inputs, labels = dataset().tensors
+    for number, (kind, batch) in enumerate(zip(kinds, sampler, strict=False)):
+        given_, first = inputs[batch].requires_grad_(), number % accumulate == 0
+        if first and kind != "not zeroed":
+            model.zero_grad(set_to_none=kind != "zeroed in place")
+        output = model[2](model[:2](given_)) if kind == "called in parts" else model(given_)
+        loss = nn.functional.cross_entropy(output, labels[batch])
+        if kind == "after one for an input":
+            torch.autograd.grad(loss, given_, retain_graph=True)
+        loss.backward()
+        own = torch.autograd.grad(nn.functional.cross_entropy(twin(given_), labels[batch]), twin.parameters())
+        expected.append(torch.cat([gradient.flatten() for gradient in own]))
+        plain = plain + 1 if kind in ("plain", "after one for an input") else 0
+        if plain >= 4 * accumulate:
+            assert sum(bool(parameter._backward_hooks) for parameter in model.parameters()) == 1
+    units = [sum(expected[end - accumulate : end]) for end in range(accumulate, len(expected) + 1, accumulate)]
+    torch.testing.assert_close(torch.cat(seen), torch.stack(units), rtol=1e-12, atol=1e-14)
 
 
 def test_sparse_embeddings():

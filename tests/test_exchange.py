@@ -9,6 +9,7 @@ from exchange_checks import EPOCHS, KINDS, WAYS, cases, name_of, shapes
 from process_runs import PROCESSES
 
 import cdgrab
+from cdgrab.balance import kernels
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
@@ -85,6 +86,12 @@ def test_tree_sum_is_the_sum(count):
         if count % processes == 0:
             parts = torch.stack([exchange.tree_sum(part) for part in rows.chunk(processes)])
             assert torch.equal(exchange.tree_sum(parts), exchange.tree_sum(rows)), "a process's sum is a branch"
+    if count in (2, 4):
+        for dtype in (torch.float32, torch.float64):
+            plain, compiled = torch.empty(2, 7, dtype=dtype)
+            some = torch.randn(count, 7, dtype=dtype)
+            exchange.mean_of_rows(some, plain), kernels.optional("cpu").mean_of_rows(some, compiled)
+            assert torch.equal(plain, compiled)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import GRADIENT_AWARE, feed, make, make_gradients, run
 
-from cdgrab import CdgrabError, herding
+from cdgrab import CdgrabError, herding, streams
 from cdgrab.balance import sketch as sketches
 
 kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
@@ -40,10 +40,23 @@ def test_repeated_gradients_have_ties_in_sketches_too(kind):
         assert torch.equal(run(make("cd_grab", **options), gradients, cuts), expected)
 
 
-def test_sums_in_segments_are_those_of_one_coordinate_after_the_other():
-    sketch = sketches.make_sketch("countsketch", 40, 1000, 3)
-    signed = torch.randn(6, 1000)
-    assert torch.equal(sketch._in_segments(signed), sketch._one_by_one(signed))
+@pytest.mark.parametrize("size", [40, 20_000])
+def test_count_sketches_come_to_the_same_in_every_way(size, monkeypatch):
+    """Compiled, one coordinate after the other, in segments, and in pieces of any length."""
+    sketch, rows = sketches.make_sketch("countsketch", size, 1000, 3), torch.randn(6, 1000)
+    generator = streams.stream(3, "sketch")
+    places, signs = generator.integers(size, size=1000), generator.integers(2, size=1000) * 2 - 1
+    expected = torch.zeros(6, size).index_add_(1, torch.from_numpy(places), rows * torch.from_numpy(signs))
+    assert torch.equal(sketch(rows), expected)
+    monkeypatch.setattr(sketches, "optional", lambda name: None)
+    sketch._chunk = 300
+    assert torch.equal(sketch(rows), expected)
+    monkeypatch.setattr(sketch, "_one_by_one", lambda sums, *some: sums.copy_(sketch._in_segments(sums, *some)))
+    in_pieces, start = torch.zeros(6, size), 0
+    for piece in rows.split([1, 699, 0, 300], 1):
+        sketch.add(in_pieces, start, piece)
+        start += piece.shape[1]
+    assert torch.equal(in_pieces, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

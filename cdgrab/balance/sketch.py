@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cdgrab import streams
+from cdgrab.balance import optional
 from cdgrab.checks import one_of
 
 CHUNK_ENTRIES = 2**22  # entries of a Gaussian map that are in memory at once
@@ -21,38 +23,55 @@ class CountSketch:
     """CountSketch (Charikar, Chen, Farach-Colton 2002) with one hash function. Every coordinate is added, with a random
     sign, to one random place of the sketch.
 
-    Coordinates are added in a fixed order: the same row gives the same sketch to the last bit, on every device and
-    however many rows come together. Memory: a place and a sign per coordinate (nine bytes); on a GPU also which
-    coordinates belong to the same place.
+    Coordinates are added in a fixed order: the same row gives the same sketch to the last bit, on every device, however
+    many rows come together and in whatever pieces. Memory: two bytes per coordinate for its place and sign (four if the
+    sketch has more than 16,384 places), and some for the coordinates that are added at once.
     """
 
     name = "countsketch"
 
     def __init__(self, size: int, dim: int, seed: int) -> None:
-        self.size = size
+        self.size, self._chunk = size, max(2**18, dim // 32)
         generator = streams.stream(seed, "sketch")
-        self._places = torch.from_numpy(generator.integers(size, size=dim))
-        self._signs = torch.from_numpy(generator.integers(2, size=dim).astype("int8") * 2 - 1)
-        self._by_place: tuple[Tensor, Tensor] | None = None
+        codes = np.empty(dim, np.int16 if size <= 2**14 else np.int32)  # twice the place, and 1 if the sign is minus
+        for some in np.split(codes, range(self._chunk, dim, self._chunk)):  # in parts, which draws the same numbers
+            some[:] = 2 * generator.integers(size, size=len(some))
+        for some in np.split(codes, range(self._chunk, dim, self._chunk)):
+            some += generator.integers(2, size=len(some)) == 0
+        self._codes = torch.from_numpy(codes)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., dim] -> [..., size]"""
-        self._signs = self._signs.to(rows.device)
-        signed = (rows * self._signs).flatten(0, -2)
-        sums = self._in_segments(signed) if rows.is_cuda else self._one_by_one(signed)
-        return sums.view(*rows.shape[:-1], self.size)
+        sums = rows.new_zeros(*rows.shape[:-1], self.size)
+        self.add(sums.view(-1, self.size), 0, rows.flatten(0, -2))
+        return sums
 
-    def _one_by_one(self, signed: Tensor) -> Tensor:
-        return signed.new_zeros(len(signed), self.size).index_add_(1, self._places, signed)
+    def add(self, sums: Tensor, start: int, pieces: Tensor) -> None:
+        """Add the coordinates from `start` on, pieces [rows, n], to sums [rows, size]. On a GPU, where nobody waits to
+        see whether they are finite, what is not counts as zero."""
+        self._codes = self._codes.to(sums.device)
+        codes = self._codes[start : start + pieces.shape[1]]
+        if not sums.is_cuda and (compiled := optional("cpu")):
+            return compiled.add_to_sketches(sums, codes, pieces)
+        for some, its in zip(pieces.split(self._chunk, 1), codes.split(self._chunk), strict=True):
+            signed, places = some.to(sums.dtype) * (1 - 2 * (its & 1)), its >> 1
+            if sums.is_cuda:
+                sums.copy_(self._in_segments(sums, places, signed.nan_to_num_(0.0, 0.0, 0.0)))
+            else:
+                self._one_by_one(sums, places, signed)
 
-    def _in_segments(self, signed: Tensor) -> Tensor:
+    def _one_by_one(self, sums: Tensor, places: Tensor, signed: Tensor) -> None:
+        for its, row in zip(sums, signed, strict=True):
+            its.index_add_(0, places.long(), row)
+
+    def _in_segments(self, sums: Tensor, places: Tensor, signed: Tensor) -> Tensor:
         """The same on a GPU, where index_add_ would add in no fixed order."""
-        if self._by_place is None:
-            counts = self._places.bincount(minlength=self.size)
-            self._by_place = self._places.argsort(stable=True).to(signed.device), counts.to(signed.device)
-        order, counts = self._by_place
-        lengths = counts.repeat(len(signed), 1)
-        return torch.segment_reduce(signed[:, order], "sum", lengths=lengths, axis=1, unsafe=True)
+        every = torch.arange(self.size, dtype=places.dtype, device=places.device)
+        order = torch.cat([every, places]).argsort(stable=True)  # each sum comes before what is added to it
+        lengths = torch.ones(self.size, dtype=torch.long, device=places.device)
+        lengths.scatter_add_(0, places.long(), lengths.new_ones(1).expand(len(places)))
+        values, lengths = torch.cat([sums, signed], 1)[:, order], lengths.repeat(len(sums), 1)
+        return torch.segment_reduce(values, "sum", lengths=lengths, axis=1, unsafe=True)
 
 
 class Gaussian:

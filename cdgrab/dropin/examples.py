@@ -7,13 +7,12 @@ a vectorised vector-Jacobian product of that layer alone gives the gradient of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cdgrab.dropin.hooks import BackwardPasses, flat
+from cdgrab.dropin.hooks import BackwardPasses, Note, flat
 from cdgrab.dropin.ledger import Ledger
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.ddp import common_dtype, places
@@ -35,7 +34,8 @@ class ExampleGradients:
 
     def hook(self) -> list:
         notes = [layer.register_forward_hook(Note(self._note, name)) for name, layer in layers(self._model)]
-        return notes + BackwardPasses(self._parameters, self._ledger.start_backward, self._complete).handles
+        passes = BackwardPasses(self._model, self._parameters, self._ledger.start_backward, self._complete)
+        return [*notes, passes]
 
     def skip(self) -> None:
         self._rows = None
@@ -78,7 +78,7 @@ class ExampleGradients:
         for key, value in found.items():
             self._rows[:, self._places[id(own[key])][1]] += value.flatten(1)
 
-    def _complete(self, gradients: Sequence[Tensor | None]) -> None:
+    def _complete(self, gradients: Sequence[Tensor | None], of_unit: bool) -> None:
         rows, self._rows = self._rows, None
         if rows is None:
             return
@@ -88,17 +88,6 @@ class ExampleGradients:
                 raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
             self._checked = True
         self._ledger.observe(rows * len(rows))  # in the batch's mean each example has weight 1 / batch size
-
-
-class Note(partial):
-    """A hook on a layer. Copies of the model, for a moving average or in a file, note nothing."""
-
-    def __reduce__(self) -> tuple:
-        return partial, (_note_nothing,)
-
-
-def _note_nothing(layer: nn.Module, arguments: tuple, output: object) -> None:
-    pass
 
 
 def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cdgrab.balance import optional
 from cdgrab.dropin.examples import ExampleGradients
-from cdgrab.dropin.hooks import BackwardPasses, flat
+from cdgrab.dropin.hooks import BackwardPasses
 from cdgrab.dropin.ledger import Ledger
+from cdgrab.dropin.parts import Layout, Parts
 from cdgrab.dropin.refusals import (
     REENTRANT,
     refuse_new_parameters,
@@ -24,6 +26,7 @@ from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fsdp import is_sharded, sharded_modules
 from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.mean import mean_of_rows
 from cdgrab.runtime.overlap import OverlappingHook
 from cdgrab.sparsify import Sparsifier, sparsifier_of
 
@@ -59,14 +62,14 @@ class ObservedModel:
             inner = self.model.module if self._parallel else self.model
             self.gradients = ExampleGradients(inner, self.parameters, ledger)
         else:
-            self.gradients = (ParallelGradients if self._parallel else PlainGradients)(self.parameters, ledger)
+            self.gradients = (ParallelGradients if self._parallel else PlainGradients)(model, self.parameters, ledger)
         observer = self.gradients if ledger.unit == "batch" else None  # examples are observed beside the averaging
         if sparsifier:
             self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
             average = partial(_sparse_average, ledger, observer)
             self._hook = BucketHook(self.parameters, average, self.sparsifier)
         elif self._parallel and (observer or compress):
-            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress])
+            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows)
 
     def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
@@ -124,35 +127,43 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 class PlainGradients:
     """Observes the gradient of every backward pass, or the sum over accumulated passes."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
-        self._parameters, self._ledger = parameters, ledger
-        self._sum: Tensor | None = None
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
+        self._model, self._layout, self._ledger = model, Layout(parameters), ledger
+        self._sum: Tensor | None = None  # of a unit's passes, if they do not add up in .grad
 
     def hook(self) -> list:
-        return BackwardPasses(self._parameters, self._ledger.start_backward, self._complete).handles
+        parameters, ledger = self._layout.parameters, self._ledger
+        self._passes = BackwardPasses(
+            self._model, parameters, ledger.start_backward, self._complete, lambda: not ledger.passes
+        )
+        return [self._passes]
 
     def skip(self) -> None:
-        self._complete([None] * len(self._parameters))
+        self._passes.skip()
 
-    def _complete(self, gradients: Sequence[Tensor | None]) -> None:
-        with self._ledger.stopwatch:
-            gradient = flat(self._parameters, gradients)
-            self._sum = self._sum + gradient if self._ledger.passes else gradient
-            if self._ledger.unit_complete():
+    @torch.no_grad()
+    def _complete(self, gradients: Sequence[Tensor | None], of_unit: bool) -> None:
+        """of_unit: these are sums over the unit's passes so far."""
+        ledger = self._ledger
+        with ledger.stopwatch:
+            parts = Parts(self._layout, gradients, ledger.scale(self._layout.parameters[0]))
+            if not of_unit and ledger.accumulation_steps > 1:
+                self._sum = self._sum + parts.vector() if ledger.passes else parts.vector()
+            if ledger.unit_complete():
                 unit, self._sum = self._sum, None
-                self._ledger.observe(unit[None])
+                ledger.observe_parts(parts) if unit is None else ledger.observe(unit[None])
 
 
 class ParallelGradients:
-    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks on the parameters only count
-    backward passes."""
+    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks only count backward passes."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
-        self._parameters, self._ledger, self.take_share = parameters, ledger, ledger.take_share
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
+        self._model, self._parameters = model, parameters
+        self._ledger, self.take_share = ledger, ledger.take_share
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 
     def hook(self) -> list:
-        return BackwardPasses(self._parameters, self._start_backward).handles
+        return [BackwardPasses(self._model, self._parameters, self._start_backward)]
 
     def skip(self) -> None:
         if self._ledger.unit_complete():
@@ -211,12 +222,18 @@ class ParallelGradients:
             )
 
 
+def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """By a compiled loop, where there is one: that takes a third of the time."""
+    few = len(rows) in (2, 4) and not rows.is_cuda and rows.dtype == out.dtype and rows.element_size() >= 4
+    return compiled.mean_of_rows(rows, out) if few and (compiled := optional("cpu")) else mean_of_rows(rows, out)
+
+
 def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient: Tensor) -> Tensor:
     """Residuals are kept without the scaler's scale, which may change. After an overflow the result is NaN, so that the
     scaler skips the step."""
     if observer and observer.begin(gradient) == "whole":
         observer.end(gradient.clone())
-    scale = ledger.scale()
+    scale = ledger.scale(gradient)
     try:
         return ledger.sparsifier.reduce(gradient[None] / scale) * scale
     except NotFiniteError:

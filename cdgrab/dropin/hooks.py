@@ -1,24 +1,53 @@
-"""Backward passes, detected by hooks on the parameters."""
+"""Backward passes, detected by hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from cdgrab.errors import CdgrabError
 
+SHOWN = 2  # units in a row that did without hooks on all parameters, before these go
+
+
+@dataclass
+class _Pass:
+    """A backward pass."""
+
+    task: int  # autograd's number for it
+    at_output: bool = False  # it began at an output of the model, before any parameter got a gradient
+    before: list | None = None  # `_states` of all .grad at that moment
+    wanted: bool | None = None  # whether it belongs to a batch; None: not known yet
+    found: dict[int, Tensor | None] = field(default_factory=dict)  # gradients by parameter; None: in its .grad
+
 
 class BackwardPasses:
-    """Calls `start_backward` before the first gradient of every backward pass and, if that returns True, `complete`
-    with all gradients after the last one (None for a parameter that took no part). A pass that fails is not completed.
+    """Calls `start_backward` in every backward pass that reaches a parameter and, if that returns True, `complete` when
+    the pass is over: with all gradients (None for a parameter that took no part), and whether these are sums over the
+    unit's passes so far instead of this pass's own. A pass that fails is not completed.
 
-    Autograd copies a gradient that somebody holds on to instead of moving it to .grad. So, where .grad was empty, the
-    gradient is found there at the end, once a first pass has shown that it stays there: that of torch.autograd.grad
-    does not, nor that of a step inside the backward pass.
+    At first every parameter has a hook. Once passes have been seen to begin at an output of the model, with an empty
+    .grad, and to leave their gradients there, a hook at the outputs tells of a pass, and gradients are read in .grad
+    when it is over: after the last one of a unit, whose sum is there then. One parameter keeps its hook, to notice
+    passes that do not begin at an output, and those of torch.autograd.grad. Hooks on all parameters stay, or come back,
+
+    - where .grad is not empty at the start of a unit (`zero_grad(set_to_none=False)`, or gradients that are never
+      zeroed): only a parameter's hook sees a gradient before it is added to something else;
+    - where gradients do not stay in .grad (torch.autograd.grad, steps inside the backward pass), for the same reason;
+    - where only parts of the model are called, or a compiler traces it, and so leaves out the hook at the outputs.
+
+    Autograd copies a gradient that somebody holds on to instead of moving it to .grad. So hooks leave it alone where it
+    will be found in .grad, once a first pass has shown that it stays there.
+
+    first_of_unit: whether no pass of the current unit has been completed yet. Without `complete` nobody wants the
+    gradients, and `start_backward` is called at a pass's start.
 
     torch.autograd.graph.register_multi_grad_hook is similar, but stops working when a model is moved or converted, and
     fails in torch.autograd.grad.
@@ -26,39 +55,156 @@ class BackwardPasses:
 
     def __init__(
         self,
+        model: nn.Module,
         parameters: Sequence[nn.Parameter],
         start_backward: Callable[[], bool],
-        complete: Callable[[list[Tensor | None]], None] | None = None,
+        complete: Callable[[list[Tensor | None], bool], None] | None = None,
+        first_of_unit: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._start, self._complete, self._parameters = start_backward, complete, list(parameters)
-        self._pass, self._wanted, self._stays = -1, False, False
-        self._found: dict[int, Tensor | None] = {}  # by parameter; None: in its .grad
-        self.handles = [parameter.register_hook(partial(self._note, i)) for i, parameter in enumerate(parameters)]
+        self._start, self._complete, self._first = start_backward, complete, first_of_unit
+        self._parameters = list(parameters)
+        self._now = _Pass(-1)
+        self._stays = False  # gradients of the last pass were in .grad at its end
+        self._left: list | None = None  # `_states` of all .grad after the last pass, if all was well
+        self._shown = 0  # units in a row that did without hooks on all parameters
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._watch_all()
+        self._outputs = at_outputs(model, self._begin)
+
+    def remove(self) -> None:
+        for handle in (self._outputs, *self._hooks.values()):
+            handle.remove()
+
+    def skip(self) -> None:
+        """A batch without a backward pass: as one whose gradient is zero."""
+        there = not self._all and not self._first()
+        self._complete(self._in_grad() if there else [None] * len(self._parameters), not self._all)
+
+    def _watch_all(self) -> None:
+        self._all, self._shown = True, 0
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._hooks:
+                self._hooks[index] = parameter.register_hook(partial(self._note, index))
+
+    def _count(self, shown: bool, one: int) -> None:
+        """A unit has ended. If there were enough of its kind, only `one` parameter is watched from now on."""
+        self._shown = self._shown + 1 if shown else 0
+        if self._shown >= SHOWN:
+            self._all = False
+            for index in self._hooks.keys() - {one}:
+                self._hooks.pop(index).remove()
+
+    def _in_grad(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def _is_new(self) -> bool:
+        """Whether this is the first call in a backward pass."""
+        task = torch._C._current_graph_task_id()
+        if task == self._now.task:
+            return False
+        self._now = _Pass(task)
+        return True
+
+    # -- during a pass ------------------------------------------------------------------------------------------------
+
+    def _begin(self, gradient: Tensor) -> None:
+        """The gradient of an output is there."""
+        if not self._is_new():
+            return
+        now = self._now
+        now.at_output = True
+        if self._complete is None:
+            if not self._all and all(self._parameters[index].requires_grad for index in self._hooks):
+                now.wanted = self._start()
+            return
+        now.before = _states(self._in_grad())
+        if not self._all and self._first() and any(now.before):
+            self._watch_all()
+        if not self._all:
+            Variable._execution_engine.queue_callback(self._end_of_few)
 
     def _note(self, index: int, gradient: Tensor) -> None:
-        this_pass = torch._C._current_graph_task_id()
-        if this_pass != self._pass:
-            self._pass, self._found = this_pass, {}
-            self._wanted = self._start() and self._complete is not None
-            if self._wanted:
-                Variable._execution_engine.queue_callback(self._end)
-        if self._wanted:
-            moved = self._stays and self._parameters[index].grad is None
-            self._found[index] = None if moved else gradient
+        """The gradient of a parameter is there, and is about to be added to .grad."""
+        new, now = self._is_new(), self._now
+        if new and not self._all and self._first():
+            self._watch_all()  # the pass has not begun at an output
+        if now.wanted is None:
+            now.wanted = self._start()
+            if now.wanted and self._complete and (self._all or new):
+                Variable._execution_engine.queue_callback(self._end if self._all else self._end_of_few)
+            if self._all and not self._complete:
+                self._count(now.at_output, index)
+        if now.wanted and self._complete:
+            moved = not self._all or (self._stays and self._parameters[index].grad is None)
+            now.found[index] = None if moved else gradient
+
+    # -- after it -----------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        found, self._found = self._found, {}
+        """All parameters were watched."""
+        found, self._now.found = self._now.found, {}
         there = [self._parameters[index].grad for index in found]
         self._stays = all(gradient is not None for gradient in there)
         if not self._stays and None in found.values():
-            raise CdgrabError(
-                "gradients of this backward pass are not in .grad, where those of the pass before were: run passes of "
-                "torch.autograd.grad inside `with sampler.paused():`"
-            )
+            _refuse()
         gradients: list[Tensor | None] = [None] * len(self._parameters)
         for (index, gradient), moved in zip(found.items(), there, strict=True):
             gradients[index] = moved if gradient is None else gradient
-        self._complete(gradients)
+        expected = [None] * len(self._parameters) if self._first() else self._left
+        shown = self._stays and self._now.at_output and self._now.before == expected
+        self._left = _states(self._in_grad()) if shown else None
+        self._complete(gradients, False)
+        if self._first() or not shown:
+            self._count(shown, next(iter(found)))
+
+    def _end_of_few(self) -> None:
+        """Gradients are in .grad."""
+        now, gradients = self._now, self._in_grad()
+        if not now.found and _states(gradients) == now.before:
+            return  # the gradient of something else was wanted
+        if now.wanted is None:
+            now.wanted = self._start()
+        if now.wanted and any(gradients[index] is None for index in now.found):
+            _refuse()
+        if now.wanted:
+            self._complete(gradients, True)
+
+
+def _states(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:
+    """Changes if a gradient is replaced or changed. (A tensor's number is its own as long as it exists.)"""
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+
+def _refuse() -> None:
+    raise CdgrabError(
+        "gradients of this backward pass are not in .grad, where those of the pass before were: run passes of "
+        "torch.autograd.grad inside `with sampler.paused():`"
+    )
+
+
+def at_outputs(module: nn.Module, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `call(gradient)` when the gradient of an output of this module is there. A compiler that traces the module
+    leaves this out."""
+    return module.register_forward_hook(Note(_watch, call))
+
+
+def _watch(call: Callable[[Tensor], None], module: nn.Module, arguments: tuple, output: object) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            tensor.register_hook(call)
+
+
+class Note(partial):
+    """A forward hook. Copies of the model, for a moving average or in a file, note nothing."""
+
+    def __reduce__(self) -> tuple:
+        return partial, (_note_nothing,)
+
+
+def _note_nothing(module: nn.Module, arguments: tuple, output: object) -> None:
+    pass
 
 
 def flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
+from cdgrab.dropin.parts import Parts
 from cdgrab.dropin.refusals import REENTRANT
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
@@ -140,8 +141,12 @@ class Ledger:
         self.end_unit()
         return True
 
-    def scale(self) -> float:
-        """The factor that the scaler multiplies gradients by."""
+    def scale(self, like: Tensor) -> Tensor | float:
+        """The factor that the scaler multiplies gradients by. If it is on the device of `like` it stays there: nobody
+        waits for a GPU to tell."""
+        there = getattr(self.scaler, "_scale", None)
+        if isinstance(there, Tensor) and there.device == like.device:
+            return there
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def current_unit(self) -> tuple[int, int]:
@@ -173,6 +178,22 @@ class Ledger:
                 gradients = gradients.new_zeros(len(gradients), sorter.dim)
             sorter.observe(range(start, start + len(gradients)), gradients[None], unseen=True)  # it is finite
             self._finish_epoch()
+
+    def observe_parts(self, gradient: Parts) -> None:
+        """The gradient of this process's next unit, which stays as it is."""
+        sorter = self.sorter
+        if not sorter.needs_gradients:
+            self.observe(gradient.like.new_empty(1, 1))
+        elif self.diagnosis or not sorter.takes_parts:
+            self.observe(gradient.vector()[None])
+        else:
+            with self.lock:
+                if not self.its_turn():
+                    return
+                if not gradient.like.is_cuda and not gradient.finite():
+                    gradient, self.not_finite = gradient.cleaned(), True
+                sorter.observe_parts(gradient)
+                self._finish_epoch()
 
     def begin_shares(self, like: Tensor) -> None:
         """The next gradients follow in pieces, divided by coordinates: see `Sorter.begin_shares`."""
@@ -208,15 +229,16 @@ class Ledger:
             self.end_shares()
 
     def _finish_epoch(self) -> None:
-        """All processes observe an epoch's last gradient, but one alone may ask for the next order: drain now."""
-        if self.sorter.position == self.sorter.units:
+        """All processes observe an epoch's last gradient, but one alone may ask for the next order: drain now. (Where
+        there is only one process, it need not wait yet.)"""
+        if self.sorter.position == self.sorter.units and self.sorter.group.world_size > 1:
             self.sorter.drain()
 
     def _clean(self, gradients: Tensor, mean: Tensor | None = None) -> Tensor:
         """In float32 at least, without the scaler's scale, and finite: the scaler skips steps that overflow anyway."""
         gradients = gradients.float() if gradients.element_size() < 4 else gradients
         if self.scaler is not None:
-            gradients /= self.scale()
+            gradients /= self.scale(gradients)
         if gradients.is_cuda or not math.isfinite(float((gradients if mean is None else mean).sum())):
             self.not_finite |= not gradients.is_cuda
             gradients.nan_to_num_(0.0, 0.0, 0.0)

@@ -33,7 +33,8 @@ SETTINGS = ("batch_size", "accumulation_steps", "unit", "drop_last", "seed")
 STATE_VERSION = 1
 PATIENCE = 300.0  # seconds until all ranks take the state: one of them may evaluate or write files first
 COORDINATES = 256  # of every gradient, kept for `report`
-BUFFER_MB = 32.0  # more rows decided together means fewer exchanges of inner products
+BUFFER_MB = 32.0  # with several processes: more rows decided together means fewer exchanges of inner products
+ALONE_MB = 2.0  # with one: so long gradients have no other rows of their size in memory
 
 
 class OrderedBatchSampler(Sampler[list[int]]):
@@ -214,7 +215,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
         return made(self.ledger.diagnosis, self.sorter, self._model)
 
     def _make_sorter(self, dim: int) -> None:
-        buffer = {"buffer_mb": BUFFER_MB} if "buffer_mb" in sorter_options(self._sorter_name) else {}
+        size = ALONE_MB if self.group.world_size == 1 else BUFFER_MB
+        buffer = {"buffer_mb": size} if "buffer_mb" in sorter_options(self._sorter_name) else {}
         options = {"seed": self.seed, "group": self.group} | buffer | self._options
         workers, units = self.group.workers, len(self._own)
         self.ledger.sorter = make_sorter(self._sorter_name, workers=workers, units=units, dim=dim, **options)

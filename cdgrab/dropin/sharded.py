@@ -8,9 +8,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from cdgrab.dropin.hooks import flat
+from cdgrab.dropin.hooks import at_outputs, flat
 from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.refusals import refuse_other_shards, refuse_replicas
 from cdgrab.errors import CdgrabError
@@ -53,7 +52,7 @@ class ShardedGradients:
         self._unit = self._ledger if self._shares else WholeGradient(self._ledger, sum(sizes))
         self._hook = ShardHook(self._modules, self._sharded, self._group, self._take, whole=not self._shares)
         self._hook.register()
-        handles = [module.register_forward_hook(self._watch) for module in self._modules]
+        handles = [at_outputs(module, self._begin) for module in self._modules]
         return [self._hook, *handles, *(each.register_hook(partial(self._note, each)) for each in self._others)]
 
     def skip(self) -> None:
@@ -63,13 +62,8 @@ class ShardedGradients:
 
     # -- a backward pass ----------------------------------------------------------------------------------------------
 
-    def _watch(self, module: nn.Module, arguments: tuple, output: object) -> None:
-        """A backward pass begins with the gradient of an output."""
-        for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begin)
-
     def _begin(self, gradient: Tensor | None = None) -> None:
+        """A backward pass begins with the gradient of an output."""
         this_pass = torch._C._current_graph_task_id()
         if this_pass != self._pass:
             self._pass, self._in_pass = this_pass, True

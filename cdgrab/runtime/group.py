@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -148,29 +148,22 @@ class WorkerGroup:
 
     def _exchanged(self, mine: Tensor, widths: list[int]) -> Tensor:
         whole = mine.new_empty(sum(widths))
-        whole.split(widths)[self.rank].copy_(mine)
-        self.spread(whole, widths)
+        self.spread(whole, widths, mine.repeat(self.world_size, 1))
         return whole
 
-    def spread(self, whole: Tensor, widths: list[int], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """`unshard` in place: whole [dim], where every process has filled in its own coordinates. `meanwhile` is called
-        while they travel.
+    def spread(self, whole: Tensor, widths: list[int], copies: Tensor) -> None:
+        """`unshard` in place: whole [dim] is filled. copies [processes, own width]: this process's coordinates, as
+        often as there are processes.
 
         On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are what
-        takes time if processes share cores. gloo supports this on a CPU only."""
-        parts = whole.split(widths)
+        takes time if processes share cores."""
         if whole.is_cuda:
-            meanwhile()
-            whole.copy_(self.unshard(parts[self.rank], len(whole), widths))
+            whole.copy_(self.unshard(copies[0], len(whole), widths))
             return
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
         with self.traffic.collective("exchange"):
-            waits = [dist.irecv(parts[peer], group=self.channel, group_src=peer) for peer in others]
-            waits += [dist.isend(parts[self.rank], group=self.channel, group_dst=peer) for peer in others]
-            meanwhile()
-            for wait in waits:
-                wait.wait()
-        self.traffic.sent += parts[self.rank].nbytes * len(others)
+            sizes = [copies.shape[1]] * self.world_size
+            dist.all_to_all_single(whole, copies.view(-1), widths, sizes, group=self.channel)
+        self.traffic.sent += copies[1:].nbytes
 
     def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""

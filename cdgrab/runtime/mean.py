@@ -29,6 +29,11 @@ def tree_sum(rows: Tensor, out: Tensor | None = None) -> Tensor:
     return sums[0] if out is None else out.copy_(sums[0])
 
 
+def mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """The mean over the first dimension of rows [n, dim], by `tree_sum`, written to out [dim]."""
+    return tree_sum(rows, out=out).div_(len(rows))
+
+
 class Averager:
     """The mean gradient over all workers, from every process's sum over its own workers.
 

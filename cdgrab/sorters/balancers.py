@@ -26,6 +26,7 @@ class Balancer:
 
     tensors: tuple[str, ...] = ("running",)  # attributes that are the state
     common: bool = False  # whether all workers share the state; otherwise each local worker has its own
+    plain: bool = True  # whether rows are balanced as they are, against limits that are known before
 
     def __init__(
         self, *, group: WorkerGroup, dim: int, decisions: int, seed: int, rule: str, width: float, buffer_bytes: float
@@ -36,6 +37,7 @@ class Balancer:
         self.running = torch.zeros(self.sums(), self.coordinates(), dtype=torch.float64)
         self._limits = torch.zeros(decisions, group.workers, dtype=torch.float64)
         self._kernels: ModuleType | None = None
+        self._found: Tensor | None = None  # signs of this epoch, [decisions], on a GPU
 
     def sums(self) -> int:
         """How many running sums this process keeps."""
@@ -64,7 +66,21 @@ class Balancer:
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
         limits = self.prepare(first, rows)[:, self.group.local]
+        if self._is_quick(rows) and rows.shape[:2].numel() == 1:
+            self._found = limits.new_empty(self.decisions, dtype=torch.int8) if self._found is None else self._found
+            return self._kernels.balance_row(rows[0, 0], self.running[0], self._limits[:, 0], first, self._found)
         return self._kernels.balance(rows, self.running, limits)
+
+    def cleaned(self, rows: Tensor) -> Tensor:
+        """On a GPU, these rows with zeros for what is not finite; if they are decided by themselves, that is left to
+        the kernel."""
+        left = not rows.is_cuda or (self._is_quick(rows) and 2 * self.size(rows) > self.block_bytes)
+        return rows if left else rows.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _is_quick(self, rows: Tensor) -> bool:
+        """Whether there is a kernel for a single row: blocks of rows need larger matrices and more launches."""
+        alone = rows.is_cuda and self.group.workers == 1 and self.plain
+        return alone and hasattr(kernels.for_device(rows.device), "balance_row")
 
     def prepare(self, first: int, rows: Tensor) -> Tensor:
         """The limits of rows first, first + 1, …, [n, all workers]. Moves the state and all limits to the rows' device,
@@ -100,6 +116,7 @@ class CentredBalancer(Balancer):
     the last epoch (0 in the first) is subtracted before they are balanced."""
 
     tensors = ("running", "stale_mean", "fresh_sum")
+    plain = False
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -122,6 +139,7 @@ class HalvingBalancer(Balancer):
     """
 
     tensors = ("running", "q")
+    plain = False
 
     def __init__(self, *, epochs: int, delta: float, **settings) -> None:
         super().__init__(**settings | {"rule": "walk", "width": 1.0})  # limits are then the draws themselves

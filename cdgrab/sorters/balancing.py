@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance.rules import reorder, reorder_pairs
-from cdgrab.balance.sketch import make_sketch
+from cdgrab.balance.sketch import Gaussian, make_sketch
 from cdgrab.checks import count, number, one_of
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.fields import FLOAT64, INT8, Field
 from cdgrab.sorters.balancers import Balancer, CentredBalancer, HalvingBalancer
-from cdgrab.sorters.base import Sorter
+from cdgrab.sorters.base import Parts, Sorter
 from cdgrab.sorters.server import BACKGROUND, LOST, OrderServer, in_background
 
 RULES = ("greedy", "walk")
@@ -58,6 +58,7 @@ class BalancingSorter(Sorter):
         # the first gradient of a pair that is still incomplete, [local workers, 0 or 1, row_dim]
         self._unpaired = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
         self._server: OrderServer | None = None  # made when the first gradients arrive: they tell the device
+        self.takes_parts = self.local_workers == 1 and not isinstance(self._sketch, Gaussian)
 
     def next_order(self, epoch: int) -> Tensor:
         self.drain()
@@ -73,6 +74,27 @@ class BalancingSorter(Sorter):
         """In parts of one block each; `position` is advanced with every part."""
         for some in gradients.split(self._units_at_once(gradients), dim=1):
             self._take(some.shape[1], self._rows(self._sketched(some)))
+
+    def observe_parts(self, gradient: Parts) -> None:
+        """See `Sorter.observe_parts`. A pair takes the memory of one gradient: the second is subtracted from the first
+        where that lies, and the difference is decided there. Meanwhile nobody needs that memory: the next gradient
+        comes at the end of the next backward pass."""
+        if self._sketch:
+            sums = gradient.like.new_zeros(1, self.row_dim)
+            for start, piece in gradient.pieces():
+                self._sketch.add(sums, start, piece[None])
+            return self._take(1, self._rows(sums.div_(gradient.scale)[None]))
+        like, shape = gradient.like, (1, 1, self.row_dim)
+        room, empty = self._order_server(like.is_cuda).room, like.new_empty(0, 1, self.row_dim)
+        if self.units_per_row == 2 and not self._unpaired.shape[1]:
+            if self.position + 1 < self.units:
+                self._unpaired = room(like, *shape)
+                gradient.write(self._unpaired.view(-1))
+            return self._take(1, empty)
+        rows = self._unpaired.to(like) if self.units_per_row == 2 else room(like, *shape)
+        gradient.write(rows.view(-1), subtract=self.units_per_row == 2)
+        self._unpaired = empty.view(1, 0, self.row_dim)
+        self._take(1, self._balancer.cleaned(rows))
 
     def drain(self) -> None:
         found, known = self._server.result() if self._server else None, self.position // self.units_per_row

@@ -5,7 +5,8 @@ Your own sorter is a subclass with one method, or two if it looks at gradients; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,20 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import WorkerState
 
 INITIAL = ("random", "identity")
+
+
+class Parts(Protocol):
+    """A gradient [dim] that may lie in many places. like: a tensor of its type on its device."""
+
+    like: Tensor
+    scale: Tensor | float
+
+    def write(self, row: Tensor, subtract: bool = False) -> None:
+        """Write it to row [dim], or subtract it from what is there."""
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Some coordinates after others, as vectors, each with the number of the first; the rest are zero. They are
+        multiplied by `scale`."""
 
 
 class Sorter(WorkerState):
@@ -38,6 +53,7 @@ class Sorter(WorkerState):
     options: tuple[str, ...] = ()  # what `make_sorter` takes for it beyond workers, units, dim, seed and group
     needs_gradients: bool = False  # set to True for every subclass that defines `look`
     takes_shards: bool = False  # whether gradients may come divided by coordinates: see `observe_shard`
+    takes_parts: bool = False  # whether a gradient may come in parts: see `observe_parts`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -101,6 +117,12 @@ class Sorter(WorkerState):
         if self.needs_gradients:
             self.look(gradients)
         self.position = end
+
+    def observe_parts(self, gradient: Parts) -> None:
+        """Like `observe` for the next unit of the only worker here, with a gradient that is written where the sorter
+        wants it; only if `takes_parts`. On a CPU the caller checks whether it is finite; on a GPU, where that would
+        take too long, what is not finite counts as zero, in the difference of a pair too."""
+        raise NotImplementedError
 
     def observe_shard(self, shard: Tensor) -> None:
         """Like `observe` for the next position, with gradients that are already divided: this process's coordinates of

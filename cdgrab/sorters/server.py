@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class OrderServer:
         self._balancer, self._buffer_bytes, self._background = balancer, buffer_bytes, background
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._spare: Tensor | None = None  # memory of rows that were decided
         self.forget()
 
     def forget(self) -> None:
@@ -52,7 +54,6 @@ class OrderServer:
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
         self._decided: list[_Block] = []
-        self._spare: Tensor | None = None  # memory of rows that were decided
         self._handing_over = False
 
     def submit(self, first: int, rows: Tensor) -> None:
@@ -69,13 +70,18 @@ class OrderServer:
             self.flush()
 
     def room(self, like: Tensor, *shape: int) -> Tensor:
-        """Memory for rows: that of decided ones, if there is any. On a CPU getting new memory takes longer than writing
-        to it."""
+        """Memory for rows: that of decided ones, if there is any, or of those that are being decided, if more would
+        exceed the buffer. On a CPU getting new memory takes longer than writing to it; on a GPU only the stream waits.
+        """
+        size = math.prod(shape)
         while self._running and self._running[0].done():
             self._wait_for_oldest()
+        too_much = self._waiting_bytes() + size * like.element_size() > self._buffer_bytes
+        if self._running and too_much and _fits(self._running[0].rows, like, size):
+            self._running[0].hand_over()
+            self._retire()
         spare, self._spare = self._spare, None
-        fits = spare is not None and (spare.dtype, spare.device) == (like.dtype, like.device)
-        return spare.view(shape) if fits and spare.numel() == math.prod(shape) else like.new_empty(shape)
+        return spare.view(shape) if _fits(spare, like, size) else like.new_empty(shape)
 
     def flush(self) -> None:
         """Start deciding everything collected, without waiting for the result."""
@@ -84,7 +90,7 @@ class OrderServer:
         if not self._collected:
             return
         rows = self._collected[0] if len(self._collected) == 1 else torch.cat(self._collected)
-        while self._running and sum(block.size for block in self._running) + rows.nbytes > self._buffer_bytes:
+        while self._running and self._waiting_bytes() + rows.nbytes > self._buffer_bytes:
             self._wait_for_oldest()
         self._handing_over = True  # stays true if interrupted: then it is unknown whether the rows were decided
         self._running.append(self._begin(self._first, rows))
@@ -97,7 +103,11 @@ class OrderServer:
         while self._running:
             self._wait_for_oldest()
         blocks, self._decided = self._decided, []
-        return (blocks[0].first, torch.cat([block.signs().cpu() for block in blocks])) if blocks else None
+        if not blocks:
+            return None
+        if self._stream:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return blocks[0].first, torch.cat([block.signs() for block in blocks]).cpu()
 
     def drain(self) -> None:
         """Return when nothing is being decided. Errors are raised by `result`."""
@@ -105,8 +115,14 @@ class OrderServer:
             with contextlib.suppress(Exception):
                 block.wait()
 
+    def _waiting_bytes(self) -> int:
+        return sum(block.size for block in self._running)
+
     def _wait_for_oldest(self) -> None:
         self._running[0].wait()
+        self._retire()
+
+    def _retire(self) -> None:
         block = self._running.popleft()
         self._decided.append(block)
         if block.rows is not None:
@@ -118,10 +134,10 @@ class OrderServer:
         if self._background:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
-            return _Block(first, rows, rows.nbytes, future.result, future.done, future.result)
+            return _Block(first, rows, rows.nbytes, future.result, future.result, future.done, future.result)
         signs = self._balancer.decide(first, rows)
-        self._spare = None if rows.is_cuda else rows
-        return _Block(first, None, 0, lambda: None, lambda: True, lambda: signs)
+        self._spare = rows
+        return _Block(first, None, 0, _at_once, _at_once, lambda: True, lambda: signs)
 
     def _on_a_stream(self, first: int, rows: Tensor) -> _Block:
         self._stream = self._stream or torch.cuda.Stream(rows.device)
@@ -130,20 +146,36 @@ class OrderServer:
             signs = self._balancer.decide(first, rows)
         rows.record_stream(self._stream)
         done = self._stream.record_event()
-        return _Block(first, None, rows.nbytes, done.synchronize, done.query, lambda: signs)
+        hand_over = partial(_wait_in_stream, done, rows.device)
+        return _Block(first, rows, rows.nbytes, done.synchronize, hand_over, done.query, lambda: signs)
 
 
 @dataclass
 class _Block:
     """Rows that are being decided: the number of the first, their memory (if it may be used again) and how much of it
-    they occupy, how to wait for them, whether they are decided, and their signs."""
+    they occupy, how to wait for them, how to wait until that memory may be written to, whether they are decided, and
+    their signs."""
 
     first: int
     rows: Tensor | None
     size: int
     wait: Callable[[], object]
+    hand_over: Callable[[], object]
     done: Callable[[], bool]
     signs: Callable[[], Tensor]
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
+def _wait_in_stream(event: torch.cuda.Event, device: torch.device) -> None:
+    """Whatever is queued on the GPU from now on comes after the event."""
+    torch.cuda.current_stream(device).wait_event(event)
+
+
+def _fits(memory: Tensor | None, like: Tensor, size: int) -> bool:
+    return memory is not None and (memory.dtype, memory.device, memory.numel()) == (like.dtype, like.device, size)
 
 
 def in_background(wanted: str | bool, on_gpu: bool) -> bool:

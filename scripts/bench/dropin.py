@@ -4,20 +4,25 @@ orders gain.
 Both scripts run in the same processes, epoch by epoch in turn, each with its own model and loader; for the memory, each
 runs by itself. On a CPU there are two models of about a million parameters in 4 processes with DDP: a convolutional
 network, and one of linear layers only, which computes as little per parameter as any model does, so that communication
-and ordering are most of its step; a larger one of linear layers runs in one process. On a GPU there are models of all
-sizes, in one process. The losses are those of `examples/resumable.py` (dropout, BatchNorm, loader processes,
-accumulation, a gradient scaler) after equal epochs; random reshuffling visits the same fixed batches in random order.
+and ordering are most of its step; once more with links of 1 Gbit/s between the processes, each in a network namespace
+of its own (needs root). A larger one of linear layers runs in one process. On a GPU there are models of all sizes, in
+one process, and one in 4 processes that share the GPU. The losses are those of `examples/resumable.py` (dropout,
+BatchNorm, loader processes, accumulation, a gradient scaler) after equal epochs; random reshuffling visits the same
+fixed batches in random order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,27 +33,49 @@ from cdgrab import OrderedBatchSampler
 from experiments.report.statistics import paired_p
 from experiments.studies.timing import finish_on, under_torchrun
 from experiments.training.memory import return_freed_memory
+from scripts.bench import link
 from scripts.bench.measure import report, summary
 from scripts.bench.memory import load_code, peak
 from scripts.bench.models import MODELS, Trained
 
-CASES = {  # model and number of processes
-    "cpu": [("linear", 4), ("convolutional", 4), ("mlp", 1)],
-    "cuda": [(name, 1) for name in ("gpt2", "resnet50", "resnet18, batch 128", "resnet18, batch 32", "mlp")],
+
+@dataclass(frozen=True)
+class Case:
+    """gigabits: per second, of each process's link to the others; 0: no limit."""
+
+    model: str
+    processes: int = 1
+    sketch: str = "none"
+    gigabits: float = 0.0
+
+
+CASES = {
+    "cpu": [
+        *(Case("linear", 4), Case("convolutional", 4), Case("mlp"), Case("mlp", sketch="countsketch")),
+        *(Case("linear", 4, gigabits=1.0), Case("convolutional", 4, gigabits=1.0)),
+    ],
+    "cuda": [
+        *(Case("gpt2"), Case("resnet50"), Case("resnet18, batch 128"), Case("resnet18, batch 32"), Case("mlp")),
+        *(Case("mlp", sketch="countsketch"), Case("mlp", 4)),
+    ],
 }
-EPOCHS = {"smoke": 2, "quick": 20, "full": 30}
+EPOCHS = {"smoke": 2, "quick": 20, "full": 30}  # at most, and
+SECONDS = {"smoke": 2, "quick": 12, "full": 60}  # for both scripts together, but at least
+FEWEST = {"smoke": 2, "quick": 8, "full": 12}
+ON_GPU = 0.25  # of these seconds: steps vary less there
 STEPS = {"smoke": 4, "quick": 20, "full": 40}  # a quarter of them for a convolutional network on a CPU
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
 TRAINED = {"smoke": 1, "quick": 20, "full": 20}  # epochs of the example
+SCRIPTS = ("plain", "ours")
 STEP = (
-    "a step of {model}, {processes} processes: ordinary sampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}, "
+    "a step of {model}, {processes} processes{how}: ordinary sampler {plain_us} µs, ours {ours_us} µs, ratio {ratio}, "
     "{floats_per_parameter} floats per parameter more"
 )
 
 
 def measure(device: str, size: str) -> Iterator[dict]:
     torch.set_num_threads(1)
-    yield from (_steps(model, processes, device, size) for model, processes in CASES[device])
+    yield from (_steps(case, device, size) for case in CASES[device])
     if device == "cpu":
         losses = {f"{s}_losses": [_trained(s, size, seed) for seed in range(SEEDS[size])] for s in ("d_rr", "cd_grab")}
         yield {"device": "cpu", "what": "loss", "epochs": TRAINED[size], **losses}
@@ -56,25 +83,52 @@ def measure(device: str, size: str) -> Iterator[dict]:
 
 def describe(row: dict) -> str:
     if row["what"] == "step":
-        return STEP.format_map(row)
+        how = f", sketch={row['sketch']}" if "sketch" in row else ""
+        how += f", links of {row['gigabits']:g} Gbit/s" if "gigabits" in row else ""
+        if "skipped" in row:
+            return f"a step of {row['model']}, {row['processes']} processes{how}: skipped, {row['skipped']}"
+        return STEP.format(**row, how=how)
     gains = [ours - random for ours, random in zip(row["cd_grab_losses"], row["d_rr_losses"], strict=True)]
     gain = f"train loss, CD-GraB − random: {statistics.mean(gains):.4g} ± {statistics.stdev(gains):.2g}"
     wins = sum(gain < 0 for gain in gains)
     return f"{gain}, lower on {wins} of {len(gains)} seeds, p = {paired_p(gains):.2g}"
 
 
-def _steps(model: str, processes: int, device: str, size: str) -> dict:
-    steps = STEPS[size] // 4 if model == "convolutional" and size != "smoke" else STEPS[size]
-
-    def run(scripts: str, epochs: int) -> list[dict]:
-        return under_torchrun("scripts.bench.dropin", processes, (scripts, model, device, epochs, steps))
-
-    found = run("plain,ours", EPOCHS[size])[0]
-    peaks = {script: statistics.mean(one["peak"] for one in run(script, 1)) for script in ("plain", "ours")}
+def _steps(case: Case, device: str, size: str) -> dict:
+    row = {"device": device, "what": "step", "model": case.model, "processes": case.processes}
+    row |= {"sketch": case.sketch} if case.sketch != "none" else {}
+    row |= {"gigabits": case.gigabits} if case.gigabits else {}
+    if case.gigabits and (reason := link.why_not()):
+        return row | {"skipped": reason}
+    steps = STEPS[size] // 4 if case.model == "convolutional" and size != "smoke" else STEPS[size]
+    seconds = SECONDS[size] * (ON_GPU if device == "cuda" else 1.0)
+    limits = (steps, FEWEST[size], EPOCHS[size], seconds)
+    if device == "cuda" and case.processes == 1:  # processes take long to start there
+        every = [_measured(SCRIPTS, case.model, device, case.sketch, *limits)]
+    else:
+        every = _in_processes(case, device, limits)
+    found = every[0]
+    peaks = {script: statistics.mean(one["peaks"][script] for one in every) for script in SCRIPTS}
     ratios = [ours / plain for plain, ours in zip(found["plain"], found["ours"], strict=True)]
-    row = {"device": device, "what": "step", "model": model, "processes": processes, "dim": found["dim"]}
-    row |= summary("plain_us", found["plain"]) | summary("ours_us", found["ours"]) | summary("ratio", ratios)
-    return row | {"floats_per_parameter": round((peaks["ours"] - peaks["plain"]) / 4 / found["dim"], 2)}
+    row |= {"dim": found["dim"]} | summary("plain_us", found["plain"]) | summary("ours_us", found["ours"])
+    extra = round((peaks["ours"] - peaks["plain"]) / 4 / found["dim"], 2)
+    return row | summary("ratio", ratios) | {"floats_per_parameter": extra}
+
+
+def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
+    """What each process finds. On a CPU only new processes tell the memory of each script by itself."""
+    with link.hosts(case.processes, case.gigabits * 1e9) if case.gigabits else contextlib.nullcontext():
+        start = link.run_on_hosts if case.gigabits else under_torchrun
+
+        def run(scripts: tuple[str, ...], *limits: object) -> list[dict]:
+            arguments = (",".join(scripts), case.model, device, case.sketch, *limits)
+            return start("scripts.bench.dropin", case.processes, arguments)
+
+        every = run(SCRIPTS, *limits)
+        for script in SCRIPTS if device == "cpu" else ():
+            for one, alone in zip(every, run((script,), limits[0], 1, 1, 0), strict=True):
+                one["peaks"][script] = alone["peaks"][script]
+        return every
 
 
 def _trained(sorter: str, size: str, seed: int) -> float:
@@ -87,16 +141,20 @@ def _trained(sorter: str, size: str, seed: int) -> float:
 # -- in every process --------------------------------------------------------------------------------------------------
 
 
-def script(trained: Trained, device: str, steps: int, ordered: bool) -> tuple[Callable[[], None], int]:
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def script(trained: Trained, device: str, steps: int, ordered: bool, sketch: str) -> tuple[Callable[[], None], int]:
     """A function that trains for one epoch, and the number of parameters."""
     torch.manual_seed(0)
-    parallel = dist.get_world_size() > 1
-    data = trained.examples(steps * trained.batch * dist.get_world_size(), device)
+    parallel = _processes() > 1
+    data = trained.examples(steps * trained.batch * _processes(), device)
     model = trained.make().to(device)
     model = DistributedDataParallel(model) if parallel else model
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     if ordered:
-        sampler = OrderedBatchSampler(data, trained.batch, drop_last=True)
+        sampler = OrderedBatchSampler(data, trained.batch, drop_last=True, sketch=sketch)
         loading = {"batch_sampler": sampler}
         sampler.attach(model)
     else:
@@ -113,25 +171,69 @@ def script(trained: Trained, device: str, steps: int, ordered: bool) -> tuple[Ca
     return epoch, sum(parameter.numel() for parameter in model.parameters())
 
 
-def main(target: str, scripts: str, name: str, device: str, epochs: str, steps: str) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    wait, alone = finish_on(device), "," not in scripts
-    if alone:
-        return_freed_memory()
-        load_code(device)
-    made = {each: script(MODELS[name], device, int(steps), each == "ours") for each in scripts.split(",")}
-    found: dict = {each: [] for each in made}
-    for epoch in range(int(epochs) + 1):
+def _measured(
+    scripts: tuple[str, ...], name: str, device: str, sketch: str, steps: int, fewest: int, most: int, seconds: float
+) -> dict:
+    """Microseconds per step by script and epoch, and peaks: on a GPU those of each script by itself."""
+    wait = finish_on(device)
+
+    def make(each: str) -> tuple[Callable[[], None], int]:
+        return script(MODELS[name], device, steps, each == "ours", sketch)
+
+    peaks = {each: _peak_alone(make, each) for each in scripts if device == "cuda"}
+    made = {each: make(each) for each in scripts}
+    times: dict[str, list[float]] = {each: [] for each in scripts}
+    epochs = 2  # the first one warms up, the second one tells how many there will be
+    for epoch in itertools.count(1):
         for each, (train, _) in made.items():
-            dist.barrier()
+            _meet()
             start = time.perf_counter()
             train()
             wait()
-            dist.barrier()
-            if epoch:  # the first one warms up
-                found[each].append((time.perf_counter() - start) / int(steps) * 1e6)
-    report(target, found | {"dim": next(iter(made.values()))[1], "peak": peak()})
+            _meet()
+            times[each].append((time.perf_counter() - start) / steps * 1e6)
+        if epoch == 2:
+            together = sum(some[1] for some in times.values()) * steps / 1e6
+            epochs = 1 + _of_first_process(max(fewest, min(most, int(seconds / together))))
+        if epoch == epochs:
+            break
+    found = {each: some[1:] for each, some in times.items()}
+    return found | {"dim": made[scripts[0]][1], "peaks": peaks or {each: peak() for each in scripts}}
+
+
+def _peak_alone(make: Callable[[str], tuple[Callable[[], None], int]], each: str) -> int:
+    """Bytes that this script needs on a GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train, _ = make(each)
+    for _ in range(2):
+        train()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _of_first_process(count: int) -> int:
+    agreed = torch.tensor([count])
+    if dist.is_initialized():
+        dist.broadcast(agreed, 0)
+    return int(agreed)
+
+
+def main(target: str, scripts: str, name: str, device: str, sketch: str, *limits: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    if "," not in scripts:
+        return_freed_memory()
+        load_code(device)
+    steps, fewest, most = map(int, limits[:3])
+    found = _measured(tuple(scripts.split(",")), name, device, sketch, steps, fewest, most, float(limits[3]))
+    report(target, found)
 
 
 if __name__ == "__main__":

@@ -231,6 +231,40 @@ def recursion(gram: Tensor, inner: Tensor, limits: Tensor) -> Tensor:
     return signs
 
 
+@njit(cache=_keep, nogil=True)
+def _mean_of_two(a, b, count, out):
+    for i in range(out.size):
+        out[i] = (a[i] + b[i]) / count
+
+
+@njit(cache=_keep, nogil=True)
+def _mean_of_four(a, b, c, d, count, out):
+    for i in range(out.size):
+        out[i] = ((a[i] + b[i]) + (c[i] + d[i])) / count
+
+
+def mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """`cdgrab.runtime.mean.mean_of_rows` of two or four rows, of the same type as `out`: each is read once."""
+    shape("out", out, {"dim": rows.shape[1]})
+    every, mean = rows.numpy(), out.numpy()
+    (_mean_of_two if len(rows) == 2 else _mean_of_four)(*every, mean.dtype.type(len(rows)), mean)
+    return out
+
+
+@njit(cache=_keep, nogil=True)
+def _add_to_sketches(sums, codes, rows):
+    for row in range(len(rows)):
+        for i in range(codes.size):
+            place, value = codes[i] >> 1, rows[row, i]
+            sums[row, place] += -value if codes[i] & 1 else value
+
+
+def add_to_sketches(sums: Tensor, codes: Tensor, rows: Tensor) -> None:
+    """See `sketch.CountSketch.add`; codes [n]: twice the place of a coordinate, and 1 if its sign is minus."""
+    shape("pieces of rows", rows, {"rows": len(sums), "coordinates": len(codes)})
+    _add_to_sketches(sums.numpy(), codes.numpy(), rows.to(sums.dtype).contiguous().numpy())
+
+
 def _new_signs(rows: Tensor) -> Tensor:
     return torch.empty(rows.shape[:2], dtype=torch.int8)
 

@@ -41,9 +41,10 @@ class Shape:
 
 
 MOST_BLOCKS = 512  # blocks whose matrices are in memory at once
+ROW_COLUMNS, ROW_PROGRAMS = 1024, 512  # for a single row
 ROUNDING = tl.constexpr(plain.ROUNDING)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # do not specialise kernels on these values
-COUNTS += ["first", "blocks", "begin", "end", "tiles"]
+COUNTS += ["first", "blocks", "begin", "end", "tiles", "index"]
 _compiled: dict[tuple, object] = {}  # kernels by kind of arguments; the interpreter compiles none
 
 
@@ -61,6 +62,20 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None =
     by_worker = torch.empty(workers, positions, dtype=torch.int8, device=rows.device)
     _balance(rows, running, limits.T.contiguous(), by_worker, 1, shape)
     return by_worker.T
+
+
+def balance_row(row: Tensor, running: Tensor, limits: Tensor, index: int, signs: Tensor) -> Tensor:
+    """The sign [1, 1] of row [dim] alone, which is written to signs[index]; its limit is limits[index]. What is not
+    finite in it counts as zero. Takes no memory but for a few numbers per program, so that a training beside it keeps
+    its own, and two launches: blocks of rows pay for their matrices with many more."""
+    vector = math.gcd(4, row.numel(), row.data_ptr() // row.element_size())
+    tiles, programs = _cut(row.numel(), ROW_COLUMNS, ROW_PROGRAMS)
+    products = torch.empty(programs, 2, dtype=torch.float64, device=row.device)
+    where, sizes = (row, running, products, row.numel() // vector, tiles), {"COLUMNS": ROW_COLUMNS, "VECTOR": vector}
+    _launch(_multiply_row_kernel, (programs, 1, 1), where, sizes, 4, False)
+    sizes["PROGRAMS"] = 1 << (programs - 1).bit_length()
+    _launch(_add_row_kernel, (programs, 1, 1), (*where, limits, signs, index), sizes, 4, False)
+    return signs[index].view(1, 1)
 
 
 balance_centred = partial(gram.balance_centred, by=balance)
@@ -311,3 +326,45 @@ def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
         excess = tl.where(plus, excess + row, excess - row)  # both are computed before the sign is known
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs
+
+
+@triton.jit
+def _finite(row, column, dim):
+    """Values of a row in float64, zero where they are not finite."""
+    values = tl.load(row + column, mask=column < dim, other=0.0).to(tl.float64)
+    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _multiply_row_kernel(row, running, products, vectors, tiles, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
+    """Inner products of a row with the running sum and with itself, over some of the coordinates."""
+    program, dim = tl.program_id(0), vectors * VECTOR
+    with_sum, with_itself = tl.zeros((COLUMNS,), tl.float64), tl.zeros((COLUMNS,), tl.float64)
+    for tile in range(tiles):
+        column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        values = _finite(row, column, dim)
+        with_sum += values * tl.load(running + column, mask=column < dim, other=0.0)
+        with_itself += values * values
+    tl.store(products + 2 * program, tl.sum(with_sum, axis=0))
+    tl.store(products + 2 * program + 1, tl.sum(with_itself, axis=0))
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _add_row_kernel(
+    row, running, products, vectors, tiles, limits, signs, index,
+    COLUMNS: tl.constexpr, VECTOR: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Every program sums the products of all, decides the sign for itself, and adds its part of the signed row."""
+    program, dim = tl.program_id(0), vectors * VECTOR
+    every = tl.arange(0, PROGRAMS)
+    there = every < tl.num_programs(0)
+    inner = tl.sum(tl.load(products + 2 * every, mask=there, other=0.0), axis=0)
+    square = tl.sum(tl.load(products + 2 * every + 1, mask=there, other=0.0), axis=0)
+    excess = inner - tl.load(limits + index) - ROUNDING * (tl.abs(inner) + square)
+    sign = tl.where(excess <= 0.0, 1.0, -1.0)
+    if program == 0:
+        tl.store(signs + index, sign.to(tl.int8))
+    for tile in range(tiles):
+        column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        total = tl.load(running + column, mask=column < dim, other=0.0) + sign * _finite(row, column, dim)
+        tl.store(running + column, total, mask=column < dim)

@@ -1,0 +1,104 @@
+"""A model's gradient where autograd leaves it: in one tensor per parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+DENSE = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+class Layout:
+    """The place of every parameter in one vector. Coordinates have the order of a parameter's own memory. Autograd lays
+    out its gradient in the same way, so that all gradients are copied in one launch."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        *self.starts, self.dim = accumulate((parameter.numel() for parameter in parameters), initial=0)
+        self._key: tuple | None = None  # of the memory that was asked for last: in every step it is the same
+        self._views: list[Tensor] = []
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """The places in row [dim], each in the shape of its parameter."""
+        key = (row.data_ptr(), row.dtype, row.device)
+        if key != self._key:
+            every = zip(self.parameters, self.starts, strict=True)
+            self._key, self._views = key, [_place(row, parameter, start) for parameter, start in every]
+        return self._views
+
+
+def _place(row: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
+    if _is_dense(parameter):
+        return row.as_strided(parameter.shape, parameter.stride(), row.storage_offset() + start)
+    return row[start : start + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return any(tensor.is_contiguous(memory_format=form) for form in DENSE)
+
+
+class Parts:
+    """A gradient [dim] in parts; None: zeros. scale: a factor in it, which is to be divided out."""
+
+    def __init__(self, layout: Layout, gradients: Sequence[Tensor | None], scale: Tensor | float = 1.0) -> None:
+        self._layout, self.scale = layout, scale
+        self._scaled = isinstance(scale, Tensor) or scale != 1.0
+        self._parts = [part if part is None or part.layout is torch.strided else part.to_dense() for part in gradients]
+
+    @cached_property
+    def like(self) -> Tensor:
+        """An empty tensor on the parts' device, of a type that can hold all of them."""
+        there = self._there() or self._layout.parameters[:1]
+        return there[0].new_empty(0, dtype=reduce(torch.promote_types, {part.dtype for part in there}, torch.float32))
+
+    def write(self, row: Tensor, subtract: bool = False) -> None:
+        """Write the gradient to row [dim], or subtract it from what is there, without the factor. Takes no memory."""
+        if subtract and self._scaled:
+            row *= self.scale
+        self._write(row, subtract)
+        if self._scaled:
+            row /= self.scale
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The parts as vectors, factor included, each with the number of its first coordinate; none for zeros."""
+        for start, parameter, part in zip(self._layout.starts, self._layout.parameters, self._parts, strict=True):
+            if part is not None and _is_dense(parameter):
+                same = part.stride() == parameter.stride()
+                laid_out = part if same else torch.empty_like(parameter, dtype=part.dtype).copy_(part)
+                yield start, laid_out.as_strided((part.numel(),), (1,))
+            elif part is not None:
+                yield start, part.flatten()
+
+    def vector(self) -> Tensor:
+        """A copy, [dim], factor included."""
+        row = self.like.new_empty(self._layout.dim)
+        self._write(row, False)
+        return row
+
+    def _write(self, row: Tensor, subtract: bool) -> None:
+        places, there = self._layout.views(row), self._there()
+        if len(there) < len(places):
+            missing = [place for place, part in zip(places, self._parts, strict=True) if part is None]
+            places = [place for place, part in zip(places, self._parts, strict=True) if part is not None]
+            if not subtract:
+                torch._foreach_zero_(missing)
+        if there:
+            (torch._foreach_sub_ if subtract else torch._foreach_copy_)(places, there)
+
+    def finite(self) -> bool:
+        """Whether everything is; a GPU would have to wait for the answer."""
+        sums = (part.sum(dtype=torch.promote_types(part.dtype, torch.float32)) for part in self._there())
+        return math.isfinite(sum(map(float, sums)))
+
+    def cleaned(self) -> Parts:
+        """With zeros for what is not finite."""
+        parts = [None if part is None else part.nan_to_num(0.0, 0.0, 0.0) for part in self._parts]
+        return Parts(self._layout, parts, self.scale)
+
+    def _there(self) -> list[Tensor]:
+        return [part for part in self._parts if part is not None]
