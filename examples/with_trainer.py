@@ -19,19 +19,18 @@ class OrderedTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         loader, steps = super().get_train_dataloader(), self.args.gradient_accumulation_steps  # it removes columns
-        self.sampler = OrderedBatchSampler(
-            loader.dataset, self.args.train_batch_size, accumulation_steps=steps, drop_last=steps > 1,
-            sorter=self.sorter, seed=self.args.seed,
-        )  # fmt: skip
+        batches = {"batch_size": self.args.train_batch_size, "accumulation_steps": steps, "drop_last": steps > 1}
+        self.sampler = OrderedBatchSampler(loader.dataset, **batches, sorter=self.sorter, seed=self.args.seed)
         self.add_callback(begin := TrainerCallback())
-        begin.on_train_begin = lambda *_, **__: self.sampler.attach(self.model_wrapped)  # DDP's wrapper, if any
+        begin.on_train_begin = self.attach_sampler
         loading = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
         return DataLoader(loader.dataset, batch_sampler=self.sampler, **loading)
 
+    def attach_sampler(self, *_, **__) -> None:
+        self.sampler.attach(self.model_wrapped)  # DDP's wrapper where there is one
 
-class Classifier(nn.Module):
-    """What Trainer expects: labels in, a loss out."""
 
+class Classifier(nn.Module):  # labels in, a loss out, as Trainer expects
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
