@@ -134,6 +134,8 @@ def test_runs_that_differ_never_share_a_folder():
     elsewhere = compose(["data=embedded", "device=cpu", "nproc=4", "compile=off", "resume=true", "threads=2"])
     assert compose(["data=embedded", "task.device=auto"]).science == elsewhere.science
     assert elsewhere.directory == folders[0] and elsewhere.science == compose(["data=embedded"]).science
+    few = compose(["data=embedded", "task=gpt2_wiki103", "task.batch=2", "workers=2"])
+    assert "presets" not in str(few.directory)  # whose batch follows the number of workers
 
 
 BAD = [

@@ -177,7 +177,8 @@ def _run_directory(config: DictConfig, source: Source, overrides: list[str], pre
     _apply(presets, plain, [])
     OmegaConf.resolve(plain)
     before, after = (flatten(OmegaConf.to_container(c)) for c in (plain, config))
-    changed = {k: v for k, v in after.items() if before.get(k) != v and k not in DEPLOYMENT | {"seed"}}
+    ignored = DEPLOYMENT | {"seed"}
+    changed = {k: v for k, v in after.items() if before.get(k) != v and k not in ignored and not k.startswith(PLANS)}
     changed = {k: str(v).rpartition("/")[2] for k, v in changed.items()}  # only the last part of a path
     sorter = "".join(f",{k.removeprefix('sorter.')}={v}" for k, v in changed.items() if k.startswith("sorter."))
     sparsifier = "" if config.sparsifier.name == "dense" else f",sparsifier={config.sparsifier.name}"
