@@ -9,7 +9,9 @@ its figures and tables, configs/study/<name>.yaml and notebooks/study_<name>.ipy
 results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line per finished part) and manifest.json;
 those of small sizes and embedded data to results/trial/studies.
 Parts that are there are not computed again, so an interrupted study goes on where it stopped. A study that trains has
-`tasks` in its settings; the data they use is found when it is composed and becomes the setting `sources`.
+`tasks` in its settings; the data they use is found when it is composed and becomes the setting `sources`. One with
+`cells` may be finished without some of them (study.cells.<name>=null); what is there of these is kept until they are
+wanted.
 
 pandas and matplotlib are imported when results are read, not while parts are computed.
 """
