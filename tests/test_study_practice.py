@@ -15,10 +15,24 @@ from synthetic_studies import answers
 from experiments.store.files import ROOT
 from experiments.studies import practice, practice_figures
 from experiments.studies.base import carry_out, compose_study
-from experiments.studies.practice_data import SHIFT, augmented
+from experiments.studies.practice_data import SHIFT, Examples, augmented
 from experiments.studies.practice_models import Gpt
 from experiments.studies.practice_training import NEIGHBOURS, Reformed, batches, share_of_rate
+from experiments.tasks import make_task
+from experiments.training.config import compose
 from scripts.check_results import code_cells, computed
+
+
+@pytest.mark.parametrize("task", ["cifar10", "lr_hmda"])
+def test_examples_are_those_of_the_suite(task):
+    """The same split by the seed, and normalised in the same way."""
+    run = compose([f"task={task}", "data=embedded", "seed=3", "task.limit=30", "task.dtype=float32"])
+    expected = make_task(run.config, run.source, torch.device("cpu"))
+    found = Examples(run.source, {"task": task, "examples": 30, "valid": None}, 3, torch.device("cpu"))
+    for part, theirs in (("train", "train"), ("valid", "test")):
+        inputs, labels = expected.fetch(theirs, torch.arange(20))
+        torch.testing.assert_close(found.fetch(part, torch.arange(20)), (inputs, labels.long()))
+    assert (found.size("train"), found.size("valid")) == (30, expected.test_units)
 
 
 def test_augmented_pictures_are_shifted_and_mirrored():
