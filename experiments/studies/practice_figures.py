@@ -11,7 +11,18 @@ from experiments.report.kinds import DataFrame, Figure
 from experiments.report.names import LOSS
 from experiments.report.statistics import estimate, holm, paired_p
 from experiments.studies.base import Study
-from experiments.studies.practice import ARMS, COST, SCORE, cell, cell_label, cells, compared, comparisons, ends
+from experiments.studies.practice import (
+    ARMS,
+    COST,
+    SCORE,
+    TRAINED,
+    cell,
+    cell_label,
+    cells,
+    compared,
+    comparisons,
+    ends,
+)
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE
 from experiments.studies.verdicts import select
 
@@ -75,7 +86,8 @@ def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str
 
 @text.table
 def setting_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
-    """What every cell trains and how, and what a step with orders takes."""
+    """What every cell trains and how, what a step with orders takes, and what the sampler's report says at the end: the
+    herding bound of CD-GraB's order of batches over a random one's, and how many signs outlast an epoch."""
     for name in cells(settings):
         chosen, rows = cell(settings, name), select(table, cell=name)
         trained, costs = rows[rows["examples"].notna()], select(rows, kind=COST)
@@ -88,7 +100,17 @@ def setting_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
             "epochs": f"{chosen['epochs']}",
             "optimiser, rate": " ".join(schedule),
             "step / plain step": ", ".join(_ratio(costs, arm) for arm in costs["arm"].unique()),
+            **_report(select(trained, kind=TRAINED, arm=BATCH).drop_duplicates("seed")),
         }
+
+
+def _report(runs: DataFrame) -> dict[str, str]:
+    advice = runs["advice"].value_counts()
+    return {
+        "bound / random": f"{runs['bound'].mean():.2f}",
+        "signs right": f"{100 * runs['signs_right'].mean():.0f} %",
+        "report": ", ".join(f"{words} ({seeds})" for words, seeds in advice.items()),
+    }
 
 
 def _ratio(costs: DataFrame, arm: str) -> str:

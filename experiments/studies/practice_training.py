@@ -40,14 +40,15 @@ ROUNDS = 9  # of timed steps; the first warms up
 
 
 class Script:
-    """One model and what it is trained on; `settings`: of one cell, see `experiments.studies.practice.cell`."""
+    """One model and what it is trained on. settings: of one cell, see `experiments.studies.practice.cell`; diagnose:
+    keep what the sampler's report needs."""
 
-    def __init__(self, settings: Mapping, arm: str, seed: int, rate: float) -> None:
+    def __init__(self, settings: Mapping, arm: str, seed: int, rate: float, diagnose: bool = False) -> None:
         self.settings, self.device = settings, pick_device(settings["device"])
         self.examples = Examples(_source(settings["task"], settings["data"]), settings, seed, self.device)
         self.model = initialised(partial(build, settings, self.examples), seed, "float32", self.device)
         torch.manual_seed(seed)  # of dropout and augmentation
-        self.batches = batches(arm, self.examples.size("train"), settings["batch"], seed, self.model)
+        self.batches = batches(arm, self.examples.size("train"), settings["batch"], seed, self.model, diagnose)
         kind = {"sgd": partial(torch.optim.SGD, momentum=MOMENTUM), "adamw": torch.optim.AdamW}[settings["optimiser"]]
         fast = {"fused": True} if self.device.type == "cuda" else {}
         self.optimiser = kind(self.model.parameters(), lr=rate, weight_decay=settings["weight_decay"], **fast)
@@ -104,13 +105,15 @@ def share_of_rate(schedule: str, steps: int, step: int) -> float:
     return warm_up * {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
 
 
-def batches(arm: str, examples: int, size: int, seed: int, model: nn.Module) -> Iterable[list[int]]:
+def batches(
+    arm: str, examples: int, size: int, seed: int, model: nn.Module, diagnose: bool = False
+) -> Iterable[list[int]]:
     """What a loop over an epoch's batches iterates."""
     if arm == SHUFFLE:
         generator = torch.Generator().manual_seed(seed)
         return BatchSampler(RandomSampler(range(examples), generator=generator), size, drop_last=False)
     unit, sorter = "example" if arm == EXAMPLE else "batch", "d_rr" if arm == FIXED else "cd_grab"
-    sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed)
+    sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed, diagnose=diagnose)
     if arm == FIXED:
         return sampler
     sampler.attach(model)
@@ -141,15 +144,20 @@ class Reformed:
 
 
 def train(settings: Mapping, arm: str, seed: int, rate: float) -> dict[str, object]:
-    """Losses and scores after every epoch of the second half, and what was trained."""
-    script, rows = Script(settings, arm, seed, rate), []
+    """Losses and scores after every epoch of the second half, what was trained, and what the sampler's report says
+    about ordered batches after the last epoch."""
+    script, rows = Script(settings, arm, seed, rate, diagnose=arm == BATCH), []
     for epoch in range(1, settings["epochs"] + 1):
         script.epoch()
         if 2 * epoch > settings["epochs"]:
             rows.append((epoch, *script.measured("train"), *script.measured("valid")))
     names = ("epoch", "train_loss", "train_score", "valid_loss", "score")
     columns = {name: significant(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-    return columns | {"examples": script.examples.size("train"), "dim": script.dim}
+    columns |= {"examples": script.examples.size("train"), "dim": script.dim}
+    if arm == BATCH:
+        report = script.batches.report()
+        columns |= {"bound": report.kept, "signs_right": report.signs_right, "advice": report.verdict}
+    return columns
 
 
 def cost(settings: Mapping, arm: str, seed: int, rate: float) -> dict[str, object]:
