@@ -15,6 +15,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from experiments import early  # before the imports that take seconds
 
@@ -31,7 +32,7 @@ from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from experiments.training.composition import CONFIGS, check_choices, compose_config, known_names, one_line
 from experiments.training.extensions import extend_with
-from experiments.training.launcher import launch, launch_all, prepare
+from experiments.training.launcher import Prepared, launch, launch_all, prepare
 from experiments.training.session import exit_status
 
 SWEEP = {"-m", "--multirun"}
@@ -62,7 +63,7 @@ def _main(arguments: list[str]) -> int:
     else:
         wanted, jobs = expanded(overrides, sweep=bool(flags))
     count("jobs", jobs, 1)
-    runs = [prepare(overrides) for overrides in wanted]  # refuses bad settings before anything starts
+    runs = _in_folders_of_their_own([prepare(overrides) for overrides in wanted])  # refused before anything starts
     if jobs > 1 and len(runs) > 1:
         from experiments.training.jobs import launch_at_once
 
@@ -70,6 +71,16 @@ def _main(arguments: list[str]) -> int:
     else:
         statuses = launch_all(runs)
     return next((status for status in statuses if status), 0)
+
+
+def _in_folders_of_their_own(runs: list[Prepared]) -> list[Prepared]:
+    """A run that is named twice is carried out once; different ones in the same folder are refused."""
+    by_folder: dict[Path, Prepared] = {}
+    for prepared in runs:
+        run, first = prepared.run, by_folder.setdefault(prepared.run.directory, prepared).run
+        if run.science != first.science:
+            raise CdgrabError(f"different runs would share {run.directory}; name in run_dir what they differ in")
+    return list(by_folder.values())
 
 
 def expanded(overrides: list[str], sweep: bool) -> tuple[list[list[str]], int]:

@@ -21,6 +21,7 @@ from experiments.report.runs import Group, Sweep
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import finetuning, make_task
+from experiments.training import session
 from experiments.training.config import compose
 from experiments.training.gradients import FlatParameters, gradient_function
 from scripts import reproduce
@@ -425,8 +426,9 @@ def test_tokens_are_those_of_the_checkpoints_text(settings):
 
 @pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
 def test_a_smoke_run(settings, tmp_path, kind):
-    more = ["size=smoke", "task.batch=8", f"task.encoder={kind}", "task.dataset=MNLI", f"run_dir={tmp_path / 'run'}"]
-    assert train.main([*settings, *more, "task.pretrained_size=quick"]) == 0
+    more = ["size=smoke", "task.batch=8", f"task.encoder={kind}", "task.dataset=MNLI", "task.pretrained_size=quick"]
+    more += ["task.dtype=float64", "task.pretrained_seed=0"]
+    assert train.main([*settings, *more, f"run_dir={tmp_path / 'run'}"]) == 0
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert {"train_loss", "val_loss", "val_accuracy", "val_accuracy_mm"} <= lines[-1].keys() and len(lines) == 2
     manifest = read_manifest(tmp_path / "run")
@@ -437,6 +439,11 @@ def test_a_smoke_run(settings, tmp_path, kind):
     assert any(
         name.startswith("encoder " if kind == "frozen" else "checkpoint ") for name in manifest["data"]["checksums"]
     )
+    together = [[*settings, *more, f"seed={seed}", f"run_dir={tmp_path / f'together{seed}'}"] for seed in range(2)]
+    assert session.carry_out(*map(compose, together)) == [0, 0]
+    for one, other in zip(lines, read_metrics(tmp_path / "together0" / "metrics.jsonl"), strict=True):
+        assert (one["order_hash"], other["replicas"]) == (other["order_hash"], 2)
+        assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-12)
 
 
 ROWS_OF_A_RUN = {"all": 9, "validation": 4, "largest_class": 1}

@@ -1,5 +1,6 @@
 """Runs that train together against the same runs alone."""
 
+import io
 import json
 import math
 import signal
@@ -23,6 +24,7 @@ from experiments.training.config import compose
 from experiments.training.grouping import groups
 from experiments.training.launcher import grouped, prepare
 from experiments.training.loop import Trainer
+from experiments.training.parts import progress_bar
 
 COMMON = ["data=embedded", "size=smoke", "epochs=2", "task.dtype=float64"]
 TASKS = {
@@ -106,7 +108,7 @@ def test_a_run_that_diverges_ends_alone(sparsifier, tmp_path, capsys):
     assert session.carry_out(*together) == [0, DivergedError.status, 0]
     assert [read_manifest(run.directory)["status"] for run in together] == ["finished", "diverged", "finished"]
     assert "diverged in epoch 1" in read_manifest(together[1].directory)["reason"]
-    assert capsys.readouterr().err.count("training diverged") == 1
+    assert capsys.readouterr().err.count("error: 1: training diverged") == 1
     for number in (0, 2):
         (alone,) = made(tmp_path / f"alone{number}", [settings[number]])
         session.carry_out(alone)
@@ -185,6 +187,18 @@ def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch):
     assert [lines(run)[0].get("replicas") for run in runs] == [2, 2, None]
 
 
+def test_the_progress_line_shows_runs_epoch_losses_and_time_left_in_80_columns(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = progress_bar("lstm_wiki2 runs 13–24 of 40", steps=1200, done=300)
+    bar.dynamic_ncols, bar.ncols = None, 80
+    bar.set_postfix(epoch=12, loss="5.3012–5.3871")
+    shown = [line for line in terminal.getvalue().split("\r") if "epoch" in line][-1]
+    assert "runs 13–24 of 40:  25%|" in shown and shown.endswith("epoch=12, loss=5.3012–5.3871") and len(shown) <= 80
+    assert "<?" in shown  # nothing is known yet about the time left
+
+
 def test_runs_on_several_processes_train_alone(tmp_path):
     runs = [prepare([*COMMON, *TASKS["data split by seed"], f"seed={seed}", "nproc=2"]) for seed in range(2)]
     assert [len(group) for group in grouped(runs)] == [1, 1]
@@ -203,6 +217,14 @@ def test_a_sweep_is_grouped_by_itself_and_complete_runs_are_left_out(tmp_path, c
     assert (tmp_path / "d_rr-0" / "metrics.jsonl").read_text() == before
     final = json.loads((tmp_path / "d_rr-1" / "metrics.jsonl").read_text().splitlines()[-1])["train_loss"]
     assert math.isfinite(final) and f"d_rr-1: train_loss {final:.6g}" in out
+
+
+def test_a_run_named_twice_is_carried_out_once_and_different_runs_in_one_folder_are_refused(tmp_path, capsys):
+    sweep = [*COMMON, *TASKS["data split by seed"], "epochs=1", "-m", f"run_dir={tmp_path / 'run'}"]
+    assert launch.main([*sweep, "seed=0,0"]) == 0
+    assert f"running {tmp_path / 'run'} on" in capsys.readouterr().out
+    assert launch.main([*sweep, "seed=1,2"]) == CdgrabError.status
+    assert f"different runs would share {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_bad_numbers_of_replicas_are_refused(capsys):

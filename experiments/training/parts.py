@@ -91,4 +91,5 @@ def warm_up_shards(parameters: Tensor) -> None:
 def progress_bar(title: str, steps: int, done: int) -> tqdm:
     """Visible on a terminal, and only with a title."""
     visible = bool(title) and sys.stderr.isatty()
-    return tqdm(total=steps, initial=done, desc=title, unit="step", disable=not visible, dynamic_ncols=True)
+    how = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # with steps and their rate, losses would not fit 80 columns
+    return tqdm(total=steps, initial=done, desc=title, disable=not visible, dynamic_ncols=True, bar_format=how)

@@ -219,7 +219,7 @@ def _fit(trainer: Trainer, stop_request: signals.StopRequest, title: str) -> Non
 def _finish(trainer: Trainer, status: str) -> None:
     for member in trainer.members:
         if member.error:
-            _say(str(member.error))
+            _say(f"{member.run.directory.name}: {member.error}")  # of several runs: one alone raises its error
         else:
             member.log.finish(status)
 
