@@ -162,8 +162,9 @@ def test_seeds_are_added_until_every_claim_is_decided_and_the_first_decision_sta
     carry_out(study)
     assert {line["seed"] for line in read_lines(study.metrics_path)} == set(range(5))
     assert study.complete() and study.seeds == 5 and "5 seeds" in study.caption()
-    found = {verdict.claim: (verdict.answer, verdict.seeds) for verdict in study.verdicts()}
-    assert found == {"at once": ("holds", 2), "later": ("holds", 5), "not for long": ("holds", 2)}
+    found = {verdict.claim: (verdict.answer, verdict.seeds, verdict.note) for verdict in study.verdicts()}
+    fails_later = "with all 5 seeds −1 [−1, −1]: fails"
+    assert found == {"at once": ("holds", 2, ""), "later": ("holds", 5, ""), "not for long": ("holds", 2, fails_later)}
     for fewer in (2, [2, 3], [3, 5, 9]):  # looks that were taken count
         with pytest.raises(CdgrabError, match="holds results with other seeds"):
             carry_out(Study(OmegaConf.merge(first.settings, {"seeds": fewer}), "smoke", tmp_path))

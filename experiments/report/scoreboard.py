@@ -36,11 +36,12 @@ from `results/` and nothing else: published numbers from `paper/`, ours from `ru
 The rules, here and everywhere:
 
 - A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it. Studies have few
-  epochs, and use the mean over the last quarter.
+  epochs, and use the mean over the last quarter; that of sparsification, the last epoch.
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
-- Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 98.3 %
-  with three looks (herding), 98.75 % with four. Below three seeds there is neither ±, nor an interval, nor a p value.
+- Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %
+  with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Below three seeds there is neither ±,
+  nor an interval, nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
 - Epochs to a loss are counted, not interpolated.
 - Scatter from epoch to epoch is that of single runs here, but that of means over seeds in the paper. Its direction can

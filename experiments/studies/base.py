@@ -37,7 +37,7 @@ from experiments.store import records
 from experiments.store.files import home
 from experiments.store.lock import locked
 from experiments.studies.parts import Part, computed
-from experiments.studies.verdicts import UNDECIDED, Verdict
+from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
@@ -107,15 +107,14 @@ class Study:
 
     def verdicts(self, seeds: int | None = None) -> list[Verdict]:
         """With this many seeds, or all it has taken. A claim is judged at every look; its first decision stands."""
-        found: dict[str, Verdict] = {}
+        decided: dict[str, Verdict] = {}
         with looking(len(self.looks)):
             for look in (look for look in self.looks if look <= (seeds or self.seeds)):
-                then, earlier = self.at(look), found
+                then = self.at(look)
                 new = self._module.verdicts(then.table, then.settings)
-                found = {v.claim: replace(v, seeds=look) if v.over_seeds else v for v in new}
-                decided = {claim: v for claim, v in earlier.items() if v.answer != UNDECIDED and claim in found}
-                found |= decided
-        return list(found.values())
+                latest = {v.claim: replace(v, seeds=look) if v.over_seeds else v for v in new}
+                decided = {claim: v for claim, v in latest.items() if v.answer != UNDECIDED} | decided
+        return [beside_all_seeds(decided.get(claim, v), v) for claim, v in latest.items()]
 
     @cached_property
     def table(self) -> DataFrame:

@@ -25,14 +25,16 @@ where no difference matters; **undecided**: anything else, or the measurement ca
 are round numbers, the same in all studies: 0.5 % of D-RR's train loss (for a slope: 0.5 % from the largest alpha to
 the smallest), 1 % where losses are divided, 10 % of a herding bound, 0.1 of an exponent; in the study of practice 0.5 %
 of the control's train loss, and a quarter of a point of the validation score. Losses, gaps and other metrics of a
-training run are means over the last quarter of its epochs, in the study of practice over the last half. Intervals are
-over seeds, those of the time of epochs over pairs of them, for the median; what is counted has none. A claim about
-every rate or worker count holds where it holds at each, fails where it fails at one, and else is undecided or equal
-where it is so at one; the line shows which decides.
+training run are means over the last quarter of its epochs, in the study of practice over the last half, in that of
+sparsification those of the last epoch. Intervals are over seeds, those of the time of epochs over pairs of them, for
+the median; what is counted has none. A claim about every rate or worker count holds where it holds at each, fails where
+it fails at one, and else is undecided or equal where it is so at one; the line shows which decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
-decision stands, and the column `seeds` says how many it took; what is undecided has taken all that were made. A study
-whose settings now allow more seeds says so below its table. Judging repeatedly makes errors more likely, so every look
+decision stands, and the column `seeds` says how many it took; the note says so where all seeds would not have led to
+it. What is undecided has taken as many as the study allows: there the column is the limit, and the note says what a
+decision would take if mean and spread stayed what they are. A study whose settings now allow more seeds says so below
+its table. Judging repeatedly makes errors more likely, so every look
 has an equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four times
 as large. A study that looks once has 95 % intervals; so have tables and figures of the notebooks, which show all seeds.
 Only the study of sorters adjusts its p values for all sorters that it tests, and that of practice for all comparisons

@@ -81,6 +81,14 @@ def beyond_chance(verdict: Verdict, p: float, adjusted: float, among: str) -> Ve
     return replace(verdict, note=f"{verdict.note}; {note}")
 
 
+def beside_all_seeds(first: Verdict, last: Verdict) -> Verdict:
+    """A claim's first decision. Its note says so if all seeds together would not have led to it."""
+    if first.answer == last.answer:
+        return first
+    later = f"with all {last.seeds} seeds {last.measured}: {last.answer}"
+    return replace(first, note="; ".join(filter(None, (first.note, later))))
+
+
 def threshold(least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> str:
     """≤ 1.1, ≥ 0.9 or 0.9 … 1.1, and the margin in brackets"""
     within = f" (± {signed(margin)})" if margin else ""
