@@ -174,7 +174,7 @@ def test_groups_are_as_large_as_replicas_and_jobs_say():
     assert numbers(*([*seed, "replicas=1"] for seed in seeds)) == [[0], [1], [2], [3], [4]]
 
 
-def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch):
+def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch, capsys):
     runs = made(tmp_path, [[*TASKS["data split by seed"], "epochs=1", f"seed={seed}"] for seed in range(3)])
     member = grouping.make_member(runs[0], WorkerGroup(4), torch.device("cpu"))
     least = 2 * 3 * 4 * 8 * member.flat.dim  # twice what it needs, of which unit gradients are only a part
@@ -184,6 +184,7 @@ def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch):
         assert len(grouping.first_members(runs, member.group, member.device)) == size
     monkeypatch.setattr(grouping, "_fit_in_memory", lambda member: 2)
     assert session.carry_out(*runs) == [0, 0, 0]
+    assert capsys.readouterr().out == "  memory has room for 2 of these 3 runs at once\n"
     assert [lines(run)[0].get("replicas") for run in runs] == [2, 2, None]
 
 

@@ -131,6 +131,8 @@ def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] 
     while runs:
         with enough_memory():
             members = first_members(runs, group, device)
+        if len(members) < len(runs):
+            print(f"  memory has room for {len(members)} of these {len(runs)} runs at once", flush=True)
         errors |= _train_members(members, (first, total))
         runs, first = runs[len(members) :], first + len(members)
         del members  # before the next ones are made
