@@ -194,7 +194,8 @@ class ParallelGradients:
         passes, wanted = self._ledger.end_unit(), self._ledger.accumulation_steps
         if passes < wanted:
             before = f"DDP averaged after {passes} of accumulation_steps={wanted} batches"
-            raise CdgrabError(f"{before}: run all but the last inside `with model.no_sync():`")
+            way_out = "`with model.no_sync():`, or each inside accelerate's `with accelerator.accumulate(model):`"
+            raise CdgrabError(f"{before}: run all but the last inside {way_out}")
         if passes > wanted:
             raise CdgrabError(
                 f"gradients of {passes} backward passes were accumulated before they were averaged; "
