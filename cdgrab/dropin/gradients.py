@@ -1,4 +1,17 @@
-"""How a ledger gets a model's gradients: by hooks on a plain module, or by a communication hook of DDP."""
+"""How a ledger gets a model's gradients: by hooks on a plain module, or by a communication hook of DDP.
+
+Memory that a training does not have otherwise, in numbers of four bytes per parameter, of `cd_grab`:
+
+    one process      2    the running sum, in float64
+                     1    a pair's first gradient, from which the second is subtracted; it is decided there, too
+    sketch           ½    the place and sign of every coordinate (with DDP and FSDP 1 more: the whole gradient)
+    DDP, FSDP  2 / processes    this process's coordinates of the running sum
+                     1    its coordinates of everybody's pairs
+                          and a bucket (DDP) or a module (FSDP) on its way
+
+Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
+to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
+"""
 
 from __future__ import annotations
 

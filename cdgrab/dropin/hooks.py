@@ -147,15 +147,17 @@ class BackwardPasses:
         self._stays = all(gradient is not None for gradient in there)
         if not self._stays and None in found.values():
             _refuse()
-        gradients: list[Tensor | None] = [None] * len(self._parameters)
+        nothing, gradients = [None] * len(self._parameters), [None] * len(self._parameters)
+        same = self._stays and self._now.before == nothing  # so that nobody needs those that hooks have held on to
         for (index, gradient), moved in zip(found.items(), there, strict=True):
-            gradients[index] = moved if gradient is None else gradient
-        expected = [None] * len(self._parameters) if self._first() else self._left
-        shown = self._stays and self._now.at_output and self._now.before == expected
+            gradients[index] = moved if gradient is None or same else gradient
+        shown = self._stays and self._now.at_output and self._now.before == (nothing if self._first() else self._left)
         self._left = _states(self._in_grad()) if shown else None
+        one = next(iter(found))
+        del found, there, gradient, moved
         self._complete(gradients, False)
         if self._first() or not shown:
-            self._count(shown, next(iter(found)))
+            self._count(shown, one)
 
     def _end_of_few(self) -> None:
         """Gradients are in .grad."""

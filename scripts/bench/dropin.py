@@ -17,6 +17,7 @@ import contextlib
 import gc
 import io
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -131,6 +132,7 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
             return start("scripts.bench.dropin", case.processes, arguments)
 
         every = run(SCRIPTS, *limits)
+        os.environ["MIMALLOC_PURGE_DELAY"] = "0"  # where torch has this allocator: as `return_freed_memory`
         for script in SCRIPTS if device == "cpu" else ():
             for one, alone in zip(every, run((script,), limits[0], 1, 1, 0), strict=True):
                 one["peaks"][script] = alone["peaks"][script]
