@@ -24,6 +24,8 @@ class Recorder:
         self.may_decide = threading.Event()
         self.may_decide.set()
 
+    dim = 1
+
     def size(self, rows):
         return rows.nbytes
 

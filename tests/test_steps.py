@@ -31,7 +31,7 @@ def both(overrides, device, block_steps, kept_steps=2):
         trainer = alone(run, task, WorkerGroup(run.config.workers), device)
         parts = (task, trainer.gradients, trainer.loop.optimiser, trainer.loop.parameters, trainer.loop.first_carry)
         parts += (trainer.loop.averager,)
-        observe = (lambda some: pieces.append(some.clone())) if trainer.per_unit else None
+        observe = (lambda seen: pieces.extend(some.clone() for some in seen)) if trainer.per_unit else None
         options = {"block_steps": block_steps, "kept_steps": kept_steps, "observe": observe}
         made.append(kind(*parts, **(options if kind is CapturedSteps else {})))
         made[-1].sums = PartialSums(made[-1].parameters)
@@ -58,10 +58,11 @@ def test_captured_steps_equal_plain_ones(task, sorter, device):
             plain.sums, captured.sums = sums if start == 0 else (None, None)  # not wanted in between
             pieces.clear()
             (seen, losses), (nothing, others) = (s.run(visits, Clock(), first=start == 0) for s in (plain, captured))
-            assert not nothing.numel()
-            for one, other in ((seen, torch.cat(pieces, dim=1) if pieces else nothing), (losses, others)):
+            assert nothing == () and bool(seen) == bool(pieces)
+            gradients = [(*seen, torch.cat(pieces, dim=1))] if pieces else []
+            for one, other in (*gradients, (losses, others)):
                 torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-11)
-                assert one.numel() == 0 or one.abs().max() > 0
+                assert one.abs().max() > 0
             torch.testing.assert_close(captured.parameters, plain.parameters, rtol=1e-9, atol=1e-11)
     states = ([*steps.optimiser.state, steps.sums.total, steps.sums.largest] for steps in (plain, captured))
     for one, other in zip(*states, strict=True):
@@ -86,8 +87,8 @@ def test_captured_steps_hand_over_gradients_every_few_steps_and_keep_no_more():
     with torch.no_grad():
         for _ in range(2):
             pieces.clear()
-            seen, (rest, _) = plain.run(visits, Clock())[0], captured.run(visits, Clock())
-            assert not rest.numel() and [piece.shape[1] for piece in pieces] == [8, 8, 4]
+            (seen,), (rest, _) = plain.run(visits, Clock())[0], captured.run(visits, Clock())
+            assert rest == () and [piece.shape[1] for piece in pieces] == [8, 8, 4]
             torch.testing.assert_close(torch.cat(pieces, dim=1), seen, rtol=0, atol=1e-14)
 
 

@@ -21,6 +21,7 @@ from cdgrab.sorters.server import BACKGROUND, LOST, OrderServer, in_background
 RULES = ("greedy", "walk")
 OWN = ("current", "_signs", "_unpaired")  # the state, besides the balancer's
 GPU_BLOCK_BYTES = 2**26  # only many rows at once keep a GPU busy
+SMALL = 2**20  # bytes that are not worth asking for used memory
 
 
 class BalancingSorter(Sorter):
@@ -116,19 +117,21 @@ class BalancingSorter(Sorter):
         """The rows [n, local workers, row_dim] that these gradients complete."""
         if self.units_per_row == 1:
             return gradients.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        waiting, room = self._unpaired.shape[1], self._order_server(gradients.is_cuda).room
+        waiting = self._unpaired.shape[1]
         if gradients.shape[1] == 1 and waiting:  # a unit at a time needs no memory but that of the first
             rows = self._unpaired.to(gradients).sub_(gradients).transpose(0, 1)
             self._unpaired = gradients.new_empty(self.local_workers, 0, self.row_dim)
             return rows
         if gradients.shape[1] == 1:
-            self._unpaired = room(gradients, *gradients.shape).copy_(gradients)
+            self._unpaired = self._order_server(gradients.is_cuda).room(gradients, *gradients.shape).copy_(gradients)
             return gradients.transpose(0, 1)[:0]
         if waiting:
             gradients = torch.cat([self._unpaired.to(gradients), gradients], dim=1)
         pairs = gradients.shape[1] // 2
         by_position = gradients[:, : 2 * pairs].transpose(0, 1)
-        memory = room(gradients, pairs, *by_position.shape[1:])  # may be interrupted
+        memory = None  # torch.sub makes its own
+        if gradients.nbytes > SMALL:  # the wait for it may be interrupted
+            memory = self._order_server(gradients.is_cuda).room(gradients, pairs, *by_position.shape[1:])
         self._unpaired = gradients[:, 2 * pairs :].clone()
         return torch.sub(by_position[0::2], by_position[1::2], out=memory)
 

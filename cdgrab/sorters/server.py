@@ -63,7 +63,8 @@ class OrderServer:
             raise CdgrabError(LOST)
         self._first = first if not self._collected else self._first
         self._collected.append(rows)
-        size = self._balancer.size(rows)
+        whole = rows.shape[-1] == self._balancer.dim
+        size = rows.nbytes if whole else self._balancer.size(rows)
         self._collected_bytes += size
         self._next = first + len(rows)
         if self._collected_bytes + size > self._balancer.block_bytes:

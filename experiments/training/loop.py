@@ -262,7 +262,7 @@ class Trainer:
         clock.append(("communication", perf_counter()))
         self._refuse_divergence(mean_losses, first_step=start // self.microbatch)
         clock.append(("gradients", perf_counter()))  # by now a GPU has computed the block
-        if seen.numel():
+        if seen:
             self._observe(seen)
             clock.append(("ordering", perf_counter()))
         lowest, highest = (f"{float(loss):.4f}" for loss in mean_losses.mean(-1).aminmax())
@@ -271,10 +271,10 @@ class Trainer:
         bar.update(mean_losses.shape[-1])
         return int(everybodys[..., -1].max())
 
-    def _observe(self, seen: Tensor, unseen: bool = False) -> None:
-        """Unit gradients [..., local workers, units, dim] of the members that look at them. `unseen`: in the middle of
-        a block; at its end they are checked for being finite."""
-        for member, its in zip(self.members, unstacked(seen, self.replicas), strict=False):
+    def _observe(self, seen: Sequence[Tensor], unseen: bool = False) -> None:
+        """Unit gradients [local workers, units, dim] of the members that look at them, which are the first ones.
+        `unseen`: in the middle of a block; at its end they are checked for being finite."""
+        for member, its in zip(self.members, seen, strict=False):
             start = member.sorter.position
             try:
                 if not member.error:

@@ -58,12 +58,12 @@ class Steps:
         first: bool = False,
         observed: bool = True,
         agreement: Agreement | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """Run steps of equal shape, visits [..., workers, steps, microbatch]; `first`: they start an epoch;
         `observed`: sorters see the gradients; `agreement`: whether to stop, asked twice a second.
 
-        Returns the unit gradients [..., workers, steps × microbatch, dim], empty if no sorter needs them, and the
-        losses [..., workers, steps].
+        Returns the unit gradients of every run whose sorter needs them, [workers, steps × microbatch, dim] each, and
+        the losses [..., workers, steps].
         """
         if first:
             self.carry = self.first_carry
@@ -95,7 +95,10 @@ class Steps:
                 agreement.steps += 1
                 if agreement.steps >= agreement.wanted and agreement.after_steps():
                     break
-        return torch.cat(seen, dim=-2) if seen else self.parameters.new_empty(0), losses[..., : step + 1]
+        return self._by_run(torch.cat(seen, dim=-2)) if seen else (), losses[..., : step + 1]
+
+    def _by_run(self, tensor: Tensor) -> Sequence[Tensor]:
+        return unstacked(tensor, self.parameters.shape[:-1].numel())
 
 
 class CapturedSteps(Steps):
@@ -109,10 +112,10 @@ class CapturedSteps(Steps):
         *parts,
         block_steps: int,
         kept_steps: int = 1,
-        observe: Callable[[Tensor], None] | None = None,
+        observe: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         """block_steps: steps per call of `run`, at most.
-        observe: gets the unit gradients of every `kept_steps` steps, [..., workers, units, dim], which the next steps
+        observe: gets the unit gradients of every `kept_steps` steps, run by run, which the next steps
         overwrite; then `run` returns none. Nothing waits for the GPU, and few gradients are in memory."""
         super().__init__(*parts)
         self.block_steps, self.kept_steps, self.observe = block_steps, kept_steps, observe
@@ -132,7 +135,7 @@ class CapturedSteps(Steps):
         first: bool = False,
         observed: bool = True,
         agreement: Agreement | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """`agreement` is not asked: the GPU is still computing when the last step has been handed to it."""
         if first:
             _overwrite(self.carry, self.first_carry)
@@ -151,10 +154,10 @@ class CapturedSteps(Steps):
             block.replay()
             if self.observe and observed and (step % self.kept_steps == 0 or step == steps):
                 clock.lap("gradients")
-                self.observe(block.unit_gradients(1 + (step - 1) % self.kept_steps))
+                self.observe(self._by_run(block.unit_gradients(1 + (step - 1) % self.kept_steps)))
                 clock.lap("ordering")
         clock.lap("gradients")
-        return self.parameters.new_empty(0), block.losses[:steps].movedim(0, -1)
+        return (), block.losses[:steps].movedim(0, -1)
 
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
