@@ -86,6 +86,7 @@ def _launch(together: list[Prepared], first: int, of: int) -> list[int]:
         return [0]
     _announce(waiting)
     if _in_this_process(waiting[0]):
+        first += len(together) - len(waiting)  # complete ones come first
         statuses = carry_out(*(prepared.run for prepared in waiting), of=(first, of))
     else:
         statuses = [_isolated(waiting[0])]
