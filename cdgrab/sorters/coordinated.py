@@ -129,7 +129,8 @@ class CoordinatedPairBalance(BalancingSorter):
             return
         self.drain()
         if self._shares is not None and self._taken:
-            self._shares = division.shard(self.division.unshard_rows(self._shares)).flatten(0, 1)
+            whole, self._shares = self.division.unshard_rows(self._shares), None  # not all three at once
+            self._shares = division.shard(whole).flatten(0, 1)
         elif self._shares is not None:
             self._shares = self._shares.new_empty(self.workers, division.width)
         self._balancer.divide(division, empty=self.position < 2)
