@@ -211,7 +211,7 @@ def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(
     pytest.importorskip("triton", reason="there is no Triton for this platform")
     monkeypatch.setattr("experiments.tasks.gpt2_wiki103.READ_AT_ONCE", 3 * 2 * CONTEXT)  # three blocks of two runs
     if device == "cpu":  # few programs, since they run one by one
-        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 512)
+        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 1024)
     task = tiny_task(root, "workers=2", "task.batch=2", "task.valid_limit=4", device=device)
     flat = FlatParameters(task.model)
     generator = torch.Generator().manual_seed(0)

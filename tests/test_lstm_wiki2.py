@@ -344,7 +344,7 @@ def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(
     """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")
     if device == "cpu":  # few programs, since they run one by one
-        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 2048)
+        monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 8192)
     settings = ["workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=3", "task.batch=4"]
     run = compose(["task=lstm_wiki2", *settings, "task.chunk_length=2", "task.test_chunks=2", "task.test_columns=2"])
     task = make_task(run.config, run.source, torch.device(device))

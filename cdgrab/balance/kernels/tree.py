@@ -1,0 +1,60 @@
+"""The sum of rows in a binary tree, on a GPU: every row is read once, and no partial sum is written."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_BRANCHES = 64  # whose numbers a program can hold
+COLUMNS = 128
+
+
+def tree_sum(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """rows [n, dim] or [n, runs, dim]; see `cdgrab.runtime.mean.tree_sum`, whose bits these are."""
+    by_run = rows if rows.dim() == 3 else rows[:, None]
+    n, runs, dim = by_run.shape
+    branches = n & -n
+    result = rows.new_empty(rows.shape[1:]) if out is None else out
+    _tree_kernel[triton.cdiv(dim, COLUMNS), runs](
+        by_run, result, *by_run.stride()[:2], dim, branches, n // branches, COLUMNS, num_warps=1
+    )
+    return result
+
+
+def takes(rows: Tensor, out: Tensor | None) -> bool:
+    fits = rows.dim() in (2, 3) and rows.stride(-1) == 1 and 1 < len(rows) & -len(rows) <= MOST_BRANCHES
+    return fits and rows.dtype in (torch.float32, torch.float64) and (out is None or out.is_contiguous())
+
+
+@triton.jit
+def _tree_kernel(
+    rows, out, row_stride, run_stride, dim, BRANCHES: tl.constexpr, LEAVES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    run, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    branch = tl.arange(0, BRANCHES).to(tl.int64) * LEAVES
+    where = rows + run * run_stride + branch[:, None] * row_stride + column[None, :]
+    inside = (column < dim)[None, :]
+    sums = tl.load(where, mask=inside, other=0.0)
+    for _ in range(1, LEAVES):
+        where += row_stride
+        sums += tl.load(where, mask=inside, other=0.0)
+    if BRANCHES > 32:
+        sums = _halved(sums)
+    if BRANCHES > 16:
+        sums = _halved(sums)
+    if BRANCHES > 8:
+        sums = _halved(sums)
+    if BRANCHES > 4:
+        sums = _halved(sums)
+    if BRANCHES > 2:
+        sums = _halved(sums)
+    tl.store(out + run * dim + column, tl.reshape(_halved(sums), (COLUMNS,)), mask=column < dim)
+
+
+@triton.jit
+def _halved(sums):
+    """Neighbours are added: [2n, columns] -> [n, columns]."""
+    first, second = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0] // 2, 2, sums.shape[1])), (0, 2, 1)))
+    return first + second
