@@ -175,8 +175,10 @@ def test_metrics_are_read_up_to_the_first_line_that_is_none(tmp_path_factory, ga
 def test_links_that_were_put_there_are_not_followed(tmp_path):
     (precious := tmp_path / "precious").write_text("mine")
     (folder := tmp_path / "run").mkdir()
-    for name in (".lock", ".manifest.json.tmp"):
+    for name in (".lock", ".manifest.json.tmp", "metrics.jsonl"):
         (folder / name).symlink_to(precious)
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        append_line(folder / "metrics.jsonl", {})
     with pytest.raises(OSError, match=r"\.lock"), locked(folder):
         pass
     write_atomically(folder / "manifest.json", "{}")

@@ -248,7 +248,7 @@ def test_process_counts():
 
 def test_hosts_need_a_place_to_meet(capsys):
     assert compose(["data=embedded", "nnodes=2", "rdzv=first-host:29400"]).config.nnodes == 2
-    for rdzv in ("null", "first-host", "''", "7"):
+    for rdzv in ("null", "first-host", "''", "7", "first-host:65536"):
         with pytest.raises(CdgrabError, match="nnodes=2 hosts need rdzv=first-host:29400 to meet at"):
             compose(["data=embedded", "nnodes=2", f"rdzv={rdzv}"])
     assert sweep_main(["data=embedded", "nnodes=3", "rdzv=first-host:29400"]) == 2

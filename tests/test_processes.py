@@ -1,13 +1,19 @@
 """The same config gives the same permutations and metrics for every process count, and across a change of it."""
 
 import json
+import os
 import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from process_runs import COMPARED, EPOCHS, PROCESSES, wanted
-from sockets import is_loopback
+from sockets import is_loopback, listening
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
+from cdgrab.runtime.torchrun import Meeting
 from experiments import train
 from experiments.store.records import read_metrics
 from experiments.training.launcher import torchrun
@@ -90,3 +96,25 @@ def test_a_failing_rank_ends_the_whole_run_and_its_launcher_listens_on_this_host
     assert "Traceback" not in printed.err
     first, again = (set(line.split()) for line in printed.out.splitlines())
     assert first and first == again and all(map(is_loopback, first))
+
+
+def test_hosts_meet_at_one_address_and_again_when_one_of_them_has_failed():
+    with socket.create_server(("127.0.0.2", 0)) as free:  # an address of its own, as that of a network card
+        endpoint = "{}:{}".format(*free.getsockname())
+    before = listening(os.getpid())
+    first, second = (Meeting(RendezvousParameters("cdgrab", endpoint, "name", 2, 2)) for _ in range(2))
+    (address,) = listening(os.getpid()) - before
+    assert address.startswith("0200007F")
+    with ThreadPoolExecutor() as pool:
+        for failed, other in ((first, second), (second, first), (first, second)):
+            waits = pool.submit(failed.next_rendezvous)
+            while other is not second and not other.num_nodes_waiting():  # not in the first round
+                time.sleep(0.01)
+            found = {other: other.next_rendezvous(), failed: waits.result()}
+            assert [found[host].rank for host in (first, second)] == [0, 1]
+            assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0
+            found[first].store.set("said", str(found))
+            assert found[second].store.get("said").decode() == str(found)  # nothing of an earlier round
+        waits = pool.submit(second.next_rendezvous)
+        first.shutdown()
+        assert isinstance(waits.exception(), RendezvousClosedError)

@@ -241,11 +241,12 @@ class WorkerGroup:
     def expect_all(self, what: str, seconds: float) -> None:
         """Every process calls this. The first one waits for the others so many seconds, the others for the first one as
         long as collectives may take. Only gloo can tell: with another backend nothing happens."""
-        if self.world_size == 1 or dist.get_backend(self.channel) != "gloo":
+        gloo = _of_the_cpu(self.channel) if self.world_size > 1 else None
+        if not hasattr(gloo, "monitored_barrier"):
             return
         try:
             with self.traffic.collective("monitored barrier"):
-                dist.monitored_barrier(self.channel, timedelta(seconds=seconds))
+                gloo.monitored_barrier(timedelta(seconds=seconds))  # torch's own function wants nothing but gloo
         except CollectiveError as error:
             raise MissingError(f"rank {self.rank} waited in vain: every rank must call {what}") from error
 
@@ -296,9 +297,16 @@ def _patience(channel: object) -> float | None:
     """The seconds that the processes gave their collectives; None if torch does not tell. A new channel has torch's own
     limit otherwise, whatever they chose."""
     try:
-        backend = (channel or dist.group.WORLD)._get_backend(torch.device("cpu"))
-        return backend.options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # another version of torch, or no backend for a CPU
+        return _of_the_cpu(channel).options._timeout.total_seconds()
+    except AttributeError:
+        return None
+
+
+def _of_the_cpu(channel: object) -> object | None:
+    """The backend that handles a CPU's tensors, whatever handles those of GPUs."""
+    try:
+        return (channel or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    except (AttributeError, RuntimeError):  # another version of torch, or no such backend
         return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from cdgrab.errors import MissingError, first_line
 
 PATIENCE = 120.0  # seconds that all processes have to start
+SIOCGIFADDR = 0x8915  # of Linux: the address of a network card
 PAUSE = 0.02  # seconds between two polls
 GONE = "the process that keeps the store no longer answers"
 
@@ -27,29 +29,48 @@ GONE = "the process that keeps the store no longer answers"
 def meet(rank: int, world_size: int, timeout: float | None) -> None:
     """Connect the default process group with gloo; a collective that takes longer than `timeout` seconds fails."""
     limit = timedelta(seconds=timeout) if timeout else None
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        _stay_on_this_host()
     try:
+        _listen_on_one_card(world_size)
         if _has_agent():
             store = dist.PrefixStore(_agree(agents_store(PATIENCE), rank, world_size), agents_store(PATIENCE))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         else:
             dist.init_process_group("gloo", timeout=limit)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise MissingError(f"the {world_size} processes cannot connect ({first_line(error)})") from error
 
 
-def _stay_on_this_host() -> None:
-    """gloo otherwise listens at the address of the host's name, or on the card that several hosts would use."""
-    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
+def _listen_on_one_card(world_size: int) -> None:
+    """gloo otherwise listens at the address of the host's name. If all processes are on this host, only the loopback
+    interface will do; if not, the card that leads to the first host, unless another is named."""
+    cards = [name for _, name in socket.if_nameindex()]
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        found = [card for card in cards if card in ("lo", "lo0")]
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and _has_agent():
+        with socket.create_connection(_agents_address(), PATIENCE) as way:
+            found = [card for card in cards if _address_of(card) == way.getsockname()[0]]
+    else:
+        return
+    if found:
+        os.environ["GLOO_SOCKET_IFNAME"] = found[0]
+
+
+def _address_of(card: str) -> str | None:
+    """Of a network card; only Linux tells."""
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", card.encode()))[20:24])
+
+
+def _agents_address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def agents_store(patience: float) -> dist.TCPStore:
     """A separate connection to torchrun's store."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+    limit = timedelta(seconds=patience)
+    return dist.TCPStore(*_agents_address(), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def note_beginning(name: str) -> None:

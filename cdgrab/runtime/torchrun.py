@@ -1,44 +1,136 @@
 """Start processes as torchrun does, through its Python interface. When one rank dies, torchrun stops the others.
 
-On one host nothing listens beyond the loopback interface. torch's own rendezvous, used for several hosts, listens on
-every interface and unpickles what anybody stores there: their network must be trusted.
+torch's own rendezvous listens on every interface, and unpickles what anybody stores there. This one listens at one
+address only, the loopback interface's if there is one host, and hosts exchange nothing but numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import socket
 import sys
+import time
 import uuid
+from datetime import timedelta
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cdgrab.errors import MissingError, Stopped, first_line
 
-ONE_HOST = "one_host"  # the name of its rendezvous
+MEETING = "cdgrab"  # the name of its rendezvous
+PATIENCE = 600.0  # seconds that hosts wait for each other
+PAUSE = 0.05  # seconds between two looks
+LAST_WORDS = 10  # seconds that processes get to end when one of them has failed: they have nothing to save then
+CLOSED, TICKETS = "closed", "tickets"
+ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another host's address, another launcher's port
 
 
-class OneHost(StaticTCPRendezvous):
-    """A rendezvous with nobody, and a store for the processes of this host only."""
+class Meeting(RendezvousHandler):
+    """Hosts take tickets from the first one, which keeps the store; `hosts` of them make a round. When processes have
+    failed somewhere, that host takes a ticket of the next round, and the others see it waiting."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        listening = socket.create_server(("127.0.0.1", 0))
-        address, port = listening.getsockname()
-        super().__init__(address, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=60)
-        self._store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self._name, self._hosts, self._round = parameters.run_id, parameters.max_nodes, -1
+        self._address, self._port = _address(parameters.endpoint) if parameters.endpoint else ("127.0.0.1", 0)
+        listening, limit = self._listening(), timedelta(seconds=PATIENCE)
+        self._first = listening is not None
+        keeping = {}
+        if listening:
+            self._port = listening.getsockname()[1]
+            keeping = {"is_master": True, "master_listen_fd": listening.detach()}
+        self._store = TCPStore(self._address, self._port, timeout=limit, wait_for_workers=False, **keeping)
+
+    def _listening(self) -> socket.socket | None:
+        try:
+            return socket.create_server((self._address, self._port))
+        except OSError as error:
+            if error.errno in ELSEWHERE:
+                return None
+            raise MissingError(f"cannot listen at {self._address}:{self._port} ({error.strerror})") from error
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The first host always has rank 0: torchrun lets that one end last."""
+        self._round, number = divmod(self._store.add(TICKETS, 1) - 1, self._hosts)
+        if self._first:
+            self._store.set(f"first/{self._round}", str(number))
+        deadline = time.monotonic() + PATIENCE
+        while self._waiting() < 0:
+            if self.is_closed():
+                raise RendezvousClosedError("another host has ended")
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"{-self._waiting()} of them did not come within {PATIENCE:.0f} seconds")
+            time.sleep(PAUSE)
+        rank = (number - int(self._store.get(f"first/{self._round}"))) % self._hosts
+        store = PrefixStore(f"{self._name}/{self._round}", self._store)
+        return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(self._address, self._port))
+
+    def _waiting(self) -> int:
+        """Hosts that have come since this one's round was complete; negative: that are missing in it."""
+        return self._store.add(TICKETS, 0) - (self._round + 1) * self._hosts
+
+    def num_nodes_waiting(self) -> int:
+        return max(0, self._waiting())
+
+    def is_closed(self) -> bool:
+        return self._store.check([CLOSED])
+
+    def set_closed(self) -> None:
+        self._store.set(CLOSED, "1")
+
+    def shutdown(self) -> bool:
+        with contextlib.suppress(DistError):  # the first host has ended
+            self.set_closed()
+        return True
 
     def get_backend(self) -> str:
-        return ONE_HOST
+        return MEETING
+
+    def get_run_id(self) -> str:
+        return self._name
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
 
 
-rendezvous_handler_registry.register(ONE_HOST, OneHost)
+class Agent(LocalElasticAgent):
+    """A process that stands still does not hear that it shall end, and is not waited for."""
+
+    def _stop_workers(self, worker_group: object) -> None:
+        self._shutdown(timeout=LAST_WORDS)
+
+
+rendezvous_handler_registry.register(MEETING, Meeting)
+api.LocalElasticAgent = Agent
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Where the first host is reached."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise MissingError(f"the hosts cannot meet at {endpoint} ({error.strerror})") from error
+    if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        raise MissingError(f"{host} is {address} here, where other hosts cannot reach it: rdzv needs its real address")
+    return address, int(port)
 
 
 def torchrun(
@@ -56,7 +148,7 @@ def torchrun(
         max_nodes=nnodes,
         nproc_per_node=processes,
         run_id=name or uuid.uuid4().hex,
-        rdzv_backend=ONE_HOST if nnodes == 1 else "c10d",
+        rdzv_backend=MEETING,
         rdzv_endpoint=rdzv,
         max_restarts=restarts,
         monitor_interval=0.1,

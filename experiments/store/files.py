@@ -45,7 +45,8 @@ def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Ite
 def append_line(path: Path, content: dict) -> None:
     """The line is on the disk before this returns. If the disk is full, nothing is written rather than a part."""
     line = (json.dumps(content) + "\n").encode()
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    links = getattr(os, "O_NOFOLLOW", 0)  # what somebody else put there is not followed
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | links, 0o644)
     size = os.fstat(handle).st_size
     try:
         if os.write(handle, line) < len(line):

@@ -78,7 +78,8 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
     def right(*keys: str) -> bool:
         return not wrong.keys() & set(keys)
 
-    if right("nnodes") and config.nnodes > 1 and not re.fullmatch(r"\S+:\d+", str(config.rdzv)):
+    meeting = re.fullmatch(r"\S+:(\d{1,5})", str(config.rdzv))
+    if right("nnodes") and config.nnodes > 1 and not (meeting and int(meeting[1]) < 2**16):
         yield f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}"
     if right("task.schedule.kind") and config.task.schedule.kind == "step":
         yield from complaints(config, STEP_SCHEDULE).values()

@@ -5,12 +5,14 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from sockets import listening
 
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
@@ -89,6 +91,15 @@ def stop(processes):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def addresses(processes):
+    """Where the launchers and their ranks listen."""
+    found = set()
+    for process in processes:
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found = found.union(*map(listening, (process.pid, *ranks)))
+    return {socket.inet_ntoa(bytes.fromhex(each[6:8] + each[4:6] + each[2:4] + each[:2])) for each in found}
+
+
 def orders(folder):
     return [line["order_hash"] for line in read_metrics(folder / "metrics.jsonl")]
 
@@ -131,6 +142,7 @@ def test_two_hosts_give_the_orders_of_one(hosts, alone, tmp_path, launcher, dist
             while len(read_metrics(folder / "metrics.jsonl")) < 5:
                 assert all(process.poll() is None for process in processes), printed()
                 time.sleep(0.02)
+            assert addresses(processes) == set(HOSTS.values())
             disturb(processes)
         for process in processes:
             assert process.wait(400) == 0, printed()
