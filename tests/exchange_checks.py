@@ -14,8 +14,9 @@ from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import connect
 from experiments.training import snapshot
 
-# workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, rows that are long
-SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (64, 6, 33), (4, 6, 9001), (2, 9, 8), (6, 8, 700)]
+# workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, blocks of rows that
+# end amid a position, rows that are long
+SHAPES = [(4, 8, 5), (8, 7, 19), (4, 6, 3), (8, 10, 1), (24, 6, 33), (4, 6, 9001), (2, 9, 8), (6, 8, 700)]
 KINDS = ["random", "repeated", "tied", "zero", "cancelling", "nearly tied"]
 OPTIONS = ({"rule": "walk"}, {"sketch": "countsketch", "sketch_size": 4}, {"background": True})
 EPOCHS = 2

@@ -65,8 +65,11 @@ def load_kernels():
             rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
             kernels.balance(rows, running, limits)
             kernels.balance_divided(rows, running, limits)
+        for count in (2, 4):
+            compiled.mean_of_rows(torch.zeros(count, 1, dtype=dtype), torch.zeros(1, dtype=dtype))
     compiled.balance_centred(sums[None], sums, sums, sums, limits)
     compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
+    compiled.add_to_sketches(sums, torch.zeros(1, dtype=torch.int16), sums)
 
 
 @contextmanager

@@ -129,16 +129,14 @@ def test_traffic_is_that_of_an_all_reduce_or_reduce_scatter(found, processes):
         assert 0.999 * expected <= sent < 1.01 * expected
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_gradients_are_averaged_while_the_backward_pass_goes_on(found, processes):
-    assert found[processes]["overlapped"] == [[True] * 4] * processes
-    assert found[processes]["skipped in 16 bits"] == (torch.float32, 77.0)
+def test_gradients_are_averaged_while_the_backward_pass_goes_on(found):
+    assert found[2]["overlapped"] == [[True] * 4] * 2
+    assert found[2]["skipped in 16 bits"] == (torch.float32, 77.0)
 
 
 @pytest.mark.parametrize("name", ["broken off", ("ahead", True), ("ahead", False)], ids=str)
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_an_epoch_left_early_or_with_late_gradients(found, processes, name):
-    result = found[processes][name]
+def test_an_epoch_left_early_or_with_late_gradients(found, name):
+    result = found[2][name]
     seen = [[batches[0]] for batches in result["visited"]]
     gradients, _ = by_hand(seen)
     _, workers, units, dim = gradients.shape
@@ -161,19 +159,17 @@ def test_resumes_mid_epoch_bit_by_bit(found, processes, name, stop_after):
     torch.testing.assert_close(resumed["weights"], whole["weights"], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_one_process_may_look_at_a_batch_between_epochs(found, processes):
-    assert found[processes]["looked at", (0,)] == found[processes]["looked at", ()]
+def test_one_process_may_look_at_a_batch_between_epochs(found):
+    assert found[2]["looked at", (0,)] == found[2]["looked at", ()]
 
 
 def test_a_group_of_some_processes_may_decide_beside_the_training(found):
-    inline, beside = (found[4]["in pairs", background] for background in (False, True))
-    assert inline == beside and inline[:2] == found[2]["in pairs", False] == inline[2:]
+    inline, beside = found[4]["in pairs"], found[4]["in pairs, beside"]
+    assert inline == beside and inline[:2] == found[2]["in pairs"] == inline[2:]
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_refusals_name_the_way_out(found, processes):
-    sentences = found[processes]["refused"]
+def test_refusals_name_the_way_out(found):
+    sentences = found[2]["refused"]
     assert "is not wrapped in DistributedDataParallel" in sentences["not wrapped"]
     assert "takes only one" in sentences["two hooks"]
     assert "compress= or sparsifier=" in sentences["two hooks"] and "keep the sampler" in sentences["two hooks"]
@@ -181,7 +177,7 @@ def test_refusals_name_the_way_out(found, processes):
     assert "after 1 of accumulation_steps=2" in sentences["synced"]
     assert "no_sync" in sentences["synced"] and "accelerator.accumulate" in sentences["synced"]
     assert "zero_grad() after every step" in sentences["left over"]
-    assert f"process 0 of 1 for the sampler and 0 of {processes} for DDP" in sentences["alone"]
+    assert "process 0 of 1 for the sampler and 0 of 2 for DDP" in sentences["alone"]
     assert "init_process_group() without a name" in sentences["nccl"]
     assert "sparse=False" in sentences["sparse"]
     assert "seed is 0 on process 0 and something else on others" in sentences["seeds"]
@@ -195,11 +191,11 @@ def test_refusals_name_the_way_out(found, processes):
     assert "FSDP takes only one" in sentences["sharded twice"]
     assert "MixedPrecisionPolicy(reduce_dtype=…) instead" in sentences["sharded, compressed"]
     assert "use unit='batch'" in sentences["sharded, examples"]
-    assert f"process 0 of 1 for the sampler and 0 of {processes} for FSDP" in sentences["sharded, alone"]
+    assert "process 0 of 1 for the sampler and 0 of 2 for FSDP" in sentences["sharded, alone"]
     assert "call set_requires_gradient_sync(True) before the last" in sentences["sharded, kept"]
     assert "set_gradient_divide_factor was called after sampler.attach" in sentences["sharded, divided"]
     assert "replaced or unfrozen after sampler.attach" in sentences["sharded, unfrozen"]
-    assert len(found[processes]["zeroed"][0]) == len(found[processes]["divided"]["visited"][0][0])
+    assert len(found[2]["zeroed"][0]) == len(found[2]["divided"]["visited"][0][0])
 
 
 def test_another_number_of_processes_is_refused_or_partitioned_anew(found, spawned):

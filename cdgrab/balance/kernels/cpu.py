@@ -166,7 +166,8 @@ def _balance_by_fours(rows, r, limits, signs, threads):
                 if w + i <= last:
                     signs[k, w + i] = np.int8(new_signs[i])
             old = new
-    _one_pass(r, old, old_signs, old, products[:, :0], threads)
+    # not a part of `products`, for which numba would compile everything once more
+    _one_pass(r, old, old_signs, old, np.empty((len(products), 0)), threads)
 
 
 @fast

@@ -106,7 +106,8 @@ def _decide(products, limits, errors, signs, first, known):
 @fast
 def _add(rows, r, signs):
     s = np.zeros(len(rows) + 3)
-    s[: len(rows)] = signs
+    for i in range(len(rows)):  # numba takes seconds to compile an assignment of arrays, which may fail
+        s[i] = signs[i]
     for start in range(0, r.size, CHUNK):
         end = min(start + CHUNK, r.size)
         for i in range(0, len(rows), 4):
