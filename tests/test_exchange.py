@@ -98,9 +98,8 @@ def test_tree_sum_is_the_sum(count):
 def test_tree_sum_on_a_gpu_has_the_same_bits(on_gpu, count):
     tree, device = kernels.optional("tree"), on_gpu[1]
     rows = torch.randn(3, count, 130, device=device).transpose(0, 1)  # of three runs; [count, runs, dim]
-    for some in (rows, rows[:, 1]):
-        assert tree.takes(some, None)
-        assert torch.equal(tree.tree_sum(some).cpu(), exchange.tree_sum(some.cpu()))
+    assert tree.takes(rows)
+    assert torch.equal(tree.tree_sum(rows).cpu(), exchange.tree_sum(rows.cpu()))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])

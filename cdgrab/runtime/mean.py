@@ -11,17 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdgrab.balance import optional
 from cdgrab.runtime.group import WorkerGroup
-
-LARGE = 2**20  # numbers: fewer are not worth a kernel's compilation
 
 
 def tree_sum(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the first dimension, as a binary tree as far as the number of rows can be halved. out: where the
     result goes."""
-    if rows.is_cuda and rows.numel() >= LARGE and (kernel := optional("tree")) and kernel.takes(rows, out):
-        return kernel.tree_sum(rows, out)
     branches = len(rows) & -len(rows)  # the largest power of two that divides it
     leaves = rows.unflatten(0, (branches, -1))
     sums = leaves[:, 0]

@@ -11,21 +11,20 @@ MOST_BRANCHES = 64  # whose numbers a program can hold
 COLUMNS = 128
 
 
-def tree_sum(rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """rows [n, dim] or [n, runs, dim]; see `cdgrab.runtime.mean.tree_sum`, whose bits these are."""
-    by_run = rows if rows.dim() == 3 else rows[:, None]
-    n, runs, dim = by_run.shape
+def tree_sum(rows: Tensor) -> Tensor:
+    """rows [n, runs, dim] -> [runs, dim]; see `cdgrab.runtime.mean.tree_sum`, whose bits these are."""
+    n, runs, dim = rows.shape
     branches = n & -n
-    result = rows.new_empty(rows.shape[1:]) if out is None else out
+    out = rows.new_empty(runs, dim)
     _tree_kernel[triton.cdiv(dim, COLUMNS), runs](
-        by_run, result, *by_run.stride()[:2], dim, branches, n // branches, COLUMNS, num_warps=1
+        rows, out, *rows.stride()[:2], dim, branches, n // branches, COLUMNS, num_warps=1
     )
-    return result
+    return out
 
 
-def takes(rows: Tensor, out: Tensor | None) -> bool:
-    fits = rows.dim() in (2, 3) and rows.stride(-1) == 1 and 1 < len(rows) & -len(rows) <= MOST_BRANCHES
-    return fits and rows.dtype in (torch.float32, torch.float64) and (out is None or out.is_contiguous())
+def takes(rows: Tensor) -> bool:
+    fits = rows.stride(-1) == 1 and 1 < len(rows) & -len(rows) <= MOST_BRANCHES
+    return fits and rows.dtype in (torch.float32, torch.float64)
 
 
 @triton.jit
