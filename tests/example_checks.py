@@ -4,10 +4,11 @@ import json
 import os
 import sys
 
-from forked import forked, load_kernels
+from forked import forked
 from torch.multiprocessing import start_processes
 
 from examples import ddp, ddp_sparsify, fsdp, plain, with_accelerate, with_lightning, with_trainer
+from scripts.soak.processes import load_kernels
 
 
 def trained(recipe, folder, epochs="2", *checkpoints):

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # this and the next are imported by DistributedDataParallel, in every process
 import torch.distributed as dist
-import torch.distributed.tensor
+import torch.distributed.tensor  # noqa: F401
 from torch.multiprocessing import start_processes
 
-from cdgrab.balance import kernels
 from experiments import train
 from experiments.training.loop import Trainer
 
@@ -54,22 +53,6 @@ def _let_senders_go_first():
                 if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
                     os.setpriority(os.PRIO_PROCESS, int(thread.name), 15)
         time.sleep(0.3)
-
-
-def load_kernels():
-    """Once, compiled if need be, instead of in every process."""
-    compiled = kernels.optional("cpu")
-    sums, limits = torch.zeros(3, 1, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)
-    for dtype in (torch.float32, torch.float64):
-        for dim in (1, compiled.LONG):
-            rows, running = torch.zeros(1, 3, dim, dtype=dtype), torch.zeros(1, dim, dtype=torch.float64)
-            kernels.balance(rows, running, limits)
-            kernels.balance_divided(rows, running, limits)
-        for count in (2, 4):
-            compiled.mean_of_rows(torch.zeros(count, 1, dtype=dtype), torch.zeros(1, dtype=dtype))
-    compiled.balance_centred(sums[None], sums, sums, sums, limits)
-    compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)
-    compiled.add_to_sketches(sums, torch.zeros(1, dtype=torch.int16), sums)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import exchange_checks
 import process_runs
 import sparsify_checks
 import torch.distributed as dist
-from forked import forked, load_kernels
+from forked import forked
 from sockets import listening
 
 from cdgrab.runtime import group as workers
@@ -20,6 +20,7 @@ from experiments.training.config import compose
 from experiments.training.session import carry_out
 from experiments.training.signals import Agreement
 from scripts.bench import traffic
+from scripts.soak.processes import load_kernels
 
 
 def main(folder):

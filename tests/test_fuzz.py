@@ -1,12 +1,16 @@
 """A few hundred of the inputs that `make fuzz` makes up; and that the fuzzer sees what it looks for."""
 
+import json
 import random
 from collections import Counter
 
 import pytest
+import torch
 
-from scripts import soak
+from scripts import reliability
 from scripts.fuzz import __main__ as fuzz
+from scripts.soak import __main__ as soak
+from scripts.soak import disturbances, processes, victims
 
 INPUTS = {"settings": 12, "files": 12, "archives": 60, "runs": 14, "gradients": 160, "states": 40}
 
@@ -29,10 +33,43 @@ def test_the_fuzzer_sees_crashes_and_errors_of_several_lines(monkeypatch, tmp_pa
     assert sorted(found.values()) == [2, 2] and any("KeyError" in words for words in found)
 
 
-def test_the_soak_draws_all_kinds_of_runs():
+def test_the_soak_draws_all_kinds_of_victims_and_disturbances():
     generator = random.Random(0)
-    drawn = [soak.draw(generator) for _ in range(200)]
-    for words in (*soak.TASKS, *set(soak.SORTERS), "exdyna", "topk"):
-        assert any(words in str(case) for case in drawn), words
-    assert Counter(case.processes for case in drawn).keys() == set(soak.PROCESSES)
-    assert 20 < sum(case.grouped for case in drawn) < 100
+    for kind, (draw, _) in victims.VICTIMS.items():
+        drawn = [draw(generator) for _ in range(100)]
+        words = victims.SORTERS if "script" in kind else [*victims.TASKS, *victims.SORTERS, *victims.SPARSIFIERS[2:]]
+        assert all(any(word in victim.words for victim in drawn) for word in words), kind
+        processes = {victim.processes for victim in drawn}
+        assert processes == (
+            {2, 3, 4} if "with" in kind else {2, 4} if "several" in kind else {1 + ("launcher" in kind)}
+        )
+    happened = [Counter(disturbances.draw(generator, processes) for _ in range(1000)) for processes in (1, 2)]
+    assert happened[1].keys() == disturbances.DISTURBANCES.keys() and not happened[0]["link cut"]
+
+
+def test_the_soak_sees_statuses_tracebacks_and_numbers_that_are_wrong():
+    run, script = (victims.VICTIMS[kind][0](random.Random(0)) for kind in ("run", "script"))
+    for kind, statuses, printed, wrong in (
+        ("", {0}, "", None),
+        ("", {75}, "", "undisturbed: ended with {75}"),
+        ("told to end", {75, 4}, "", None),
+        ("told to end", {2}, "", "told to end: ended with {2}"),
+        ("disk full", {2}, "", None),
+        ("disk full", {2}, "Traceback", "disk full: a traceback"),
+        ("link cut", {processes.HANGS}, "", "link cut: ended with {256}, hangs"),
+    ):
+        assert [wrong in words for words in soak.complaints(run, kind, statuses, printed)] == [True] * bool(wrong)
+    assert soak.complaints(script, "link cut", {1}, "Traceback") == []
+    one, other = ({"lines": [{"loss": loss}], "weights": torch.tensor([loss])} for loss in (0.1, 0.1 + 1e-12))
+    assert soak.same(one, one) and soak.same(one, other, 1e-9) and not soak.same(one, other)
+
+
+def test_calls_add_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(reliability, "home", lambda trial: tmp_path)
+    for seed in (3, 4):
+        monkeypatch.setattr(reliability, "now", lambda seed=seed: str(seed))
+        record = reliability.Record("soak", seed)
+        for kills in (1, 5):
+            record.write(kills={"link cut": kills, "disk full": seed}, differences=0)
+    assert record.total("kills") == {"link cut": 10, "disk full": 7} and record.total("differences") == {}
+    assert [call["seed"] for call in json.loads((tmp_path / "reliability.json").read_text())["soak"]] == [3, 4]

@@ -1,0 +1,138 @@
+"""What is disturbed: runs of the suite, sweeps whose runs train together, scripts with the drop-in sampler."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from experiments import launch, train
+from experiments.store import checkpoint
+from experiments.training.config import compose
+from scripts.soak import script
+from scripts.soak.processes import Command, Forks, Processes
+
+TASKS = {  # settings that make an epoch short, and epochs that take a second or two together
+    "lr_hmda": (["task.limit=200"], 20),
+    "mlp_m4": (["task.batch=8", "task.limit=80"], 8),
+    "cifar10": (["task.batch=8", "task.limit=80"], 8),
+    "lstm_wiki2": (["task.limit=9", "task.chunk_length=8", "task.test_chunks=2", "task.hidden=4"], 3),
+}
+SORTERS = ["cd_grab", "cd_grab", "grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "flip_flop", "riffle"]
+SPARSIFIERS = ["dense", "dense", "exdyna", "topk", "deft", "micro", "cltk", "sidco"]
+COMMON = ["size=smoke", "workers=4", "data=embedded", "timeout=4"]  # seconds until one that stands still is missed
+SAME_DIGITS = 1e-9  # runs that train together may do so in other groups after a kill, and then round differently
+TIMES = ("seconds", "phases", "replicas")  # what differs from run to run
+
+
+@dataclass(frozen=True)
+class Victim:
+    words: str
+    work: Callable[[Path], int]  # what every process does; returns its exit status. Of a command: its arguments
+    processes: int = 1
+    command: bool = False
+    begun: str = "**/manifest.json"  # written anew when training begins
+    outcome: Callable[[Path], object] = lambda folder: outcomes(folder)
+    rounding: float = 0.0
+    ours: bool = True  # a script's end is its own affair: it may fail in any way
+
+    def start(self, folder: Path, clock: random.Random | None = None) -> Processes:
+        return Command(self.work(folder)) if self.command else Forks(partial(self.work, folder), self.processes, clock)
+
+
+def run(generator: random.Random, processes: int = 1) -> Victim:
+    settings = [*_settings(generator), f"sorter={generator.choice(SORTERS)}", f"seed={generator.randrange(9)}"]
+    return Victim(" ".join(settings), partial(_train, settings), processes)
+
+
+def on_processes(generator: random.Random) -> Victim:
+    return run(generator, generator.choice((2, 2, 4)))
+
+
+def launched(generator: random.Random) -> Victim:
+    """By the launcher, which starts processes again that were killed."""
+    settings = [
+        *_settings(generator),
+        f"sorter={generator.choice(SORTERS)}",
+        f"nproc={(processes := 2)}",
+        "restarts=99",
+    ]
+    return Victim(" ".join(settings), partial(_arguments, settings), processes, command=True)
+
+
+def together(generator: random.Random) -> Victim:
+    sorters, seeds = generator.sample(sorted(set(SORTERS)), 2), generator.sample(range(9), 2)
+    swept = [f"sorter={','.join(sorters)}", f"seed={','.join(map(str, seeds))}", "task.dtype=float64"]
+    settings = ["-m", *_settings(generator), *swept]
+    return Victim(" ".join(settings), partial(_launch, settings), rounding=SAME_DIGITS)
+
+
+def of_a_script(generator: random.Random, wrapper: str) -> Victim:
+    processes = 1 if wrapper == "alone" else generator.choice((2, 2, 3, 4))
+    options = {"wrapper": wrapper, "sorter": generator.choice(SORTERS), "seed": generator.randrange(9)}
+    options |= {"every": generator.choice((1, 3, 10))}
+    if wrapper == "DDP" and generator.random() < 0.5:
+        options |= {"sparsifier": generator.choice(SPARSIFIERS), "density": 0.1}
+    words = " ".join(map(str, options.values()))
+    work, outcome = partial(_script, options), lambda folder: torch.load(folder / script.DONE, weights_only=True)
+    return Victim(f"script {words}", work, processes, begun=script.CHECKPOINT, outcome=outcome, ours=False)
+
+
+VICTIMS = {  # how each is drawn, and its share
+    "run": (run, 0.27),
+    "run on several processes": (on_processes, 0.2),
+    "runs that train together": (together, 0.14),
+    "run of the launcher": (launched, 0.03),
+    "script": (partial(of_a_script, wrapper="alone"), 0.08),
+    "script with DDP": (partial(of_a_script, wrapper="DDP"), 0.14),
+    "script with FSDP2": (partial(of_a_script, wrapper="FSDP2"), 0.14),
+}
+
+
+def warm_up() -> None:
+    """What every start would do again."""
+    for task, (more, _) in TASKS.items():
+        compose([f"task={task}", *COMMON, *more])
+
+
+def _settings(generator: random.Random) -> list[str]:
+    task, sparsifier = generator.choice(list(TASKS)), generator.choice(SPARSIFIERS)
+    more, epochs = TASKS[task]
+    sparse = [] if sparsifier == "dense" else [f"sparsifier={sparsifier}", "sparsifier.density=0.05"]
+    settings = [f"task={task}", *COMMON, *more, *sparse]
+    often = f"checkpoint.every_steps={generator.choice((1, 5, 20))}"
+    return [*settings, f"epochs={epochs}", often, f"compile={generator.choice(('off', 'off', 'auto'))}"]
+
+
+def _train(settings: list[str], folder: Path) -> int:
+    return train.main([*settings, f"run_dir={folder}", "resume=true"])
+
+
+def _launch(settings: list[str], folder: Path) -> int:
+    return launch.main([*settings, f"run_dir={folder}/${{sorter.name}}-${{seed}}"])
+
+
+def _arguments(settings: list[str], folder: Path) -> list[str]:
+    return ["-m", "experiments.launch", *settings, f"run_dir={folder}"]
+
+
+def _script(options: dict, folder: Path) -> int:
+    return script.train(folder, **options)
+
+
+def outcomes(folder: Path) -> list[tuple]:
+    """What must be equal, of every run in the folder: its name, the metrics without times, and the checkpoint."""
+    runs = sorted(path.parent for path in folder.rglob("manifest.json"))
+    return [(run.relative_to(folder).name, *_outcome(run)) for run in runs]
+
+
+def _outcome(folder: Path) -> tuple:
+    text = (folder / "metrics.jsonl").read_text()
+    lines = [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in text.splitlines()]
+    saved = checkpoint.load(folder)
+    return lines, text.endswith("\n"), saved["epochs_done"], saved["position"], saved["parameters"], saved["optimiser"]
