@@ -12,6 +12,7 @@ import sys
 import nbformat
 import pandas as pd
 import pytest
+from conftest import replace_in
 from synthetic_runs import write_run
 
 from cdgrab.errors import CdgrabError
@@ -287,11 +288,8 @@ DRAWN = {
 def reproduced(checkout):
     """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs.
     The LSTM reads little: scores for every word of a vocabulary would take longer than all the other runs."""
-    lstm = checkout / "configs" / "task" / "lstm_wiki2.yaml"
-    little = (
-        lstm.read_text().replace("chunk_length: 35 ", "chunk_length: 8 ").replace("test_chunks: null", "test_chunks: 8")
-    )
-    lstm.write_text(little)
+    little = {"chunk_length: 35 ": "chunk_length: 8 ", "test_chunks: null": "test_chunks: 8"}
+    replace_in(checkout / "configs" / "task" / "lstm_wiki2.yaml", little)
     done = call(
         checkout,
         f"""

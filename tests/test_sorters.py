@@ -77,7 +77,7 @@ def test_split_and_memory_layout_do_not_matter_even_when_inner_products_nearly_v
     def feed_strided(sorter, gradients, cuts):
         sorter.observe(range(gradients.shape[1]), gradients.permute(2, 0, 1).contiguous().permute(1, 2, 0))
 
-    for seed in range(20):
+    for seed in range(6):
         gradients = 0.1 * make_gradients("tied", 2, 3, 40, 19, seed) / 40
         whole = run(make(name, 3, 40, 19), gradients)
         for cuts in (range(40), range(0, 40, 2), range(0, 40, 3)):
@@ -181,8 +181,8 @@ def through_file(state):
 
 @every_variant
 @pytest.mark.parametrize("units", [6, 7])
-@pytest.mark.parametrize("keep", [lambda state: state, through_file], ids=["memory", "file"])
-def test_resuming_at_every_position_changes_nothing(name, options, units, keep):
+@pytest.mark.parametrize(("keep", "loads"), [(lambda state: state, 2), (through_file, 1)], ids=["memory", "file"])
+def test_resuming_at_every_position_changes_nothing(name, options, units, keep, loads):
     gradients = make_gradients("random", 2, 3, units, 5)
     expected = run(make(name, units=units, **options), gradients)
     sorter = make(name, units=units, **options)
@@ -195,7 +195,7 @@ def test_resuming_at_every_position_changes_nothing(name, options, units, keep):
         states.append((epoch, units, keep(sorter.state_dict())))
     assert torch.equal(sorter.order(2), expected[2]), "taking states changed the sorter"
     for epoch, position, state in states:
-        for _ in range(2):  # a state can be loaded again: the first sorter has not written into it
+        for _ in range(loads):  # a state can be loaded again: the first sorter has not written into it
             resumed = make(name, units=units, **options)
             resumed.load_state_dict(state)
             for later in range(epoch, 2):
