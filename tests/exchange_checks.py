@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from conftest import make_gradients
+from sorter_cases import make_gradients
 
 import cdgrab
 from cdgrab.runtime import group as workers

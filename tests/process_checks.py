@@ -1,5 +1,6 @@
 """Run by the fixture `spawned`: what several processes find, left in a folder for the tests to compare."""
 
+import gc
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from scripts.soak.processes import load_kernels
 
 
 def main(folder):
+    gc.set_threshold(100_000, 20, 20)  # as in conftest
     load_kernels()
     for processes in sorted(process_runs.PROCESSES, reverse=True):
         found, runs = folder / str(processes), process_runs.wanted(folder, processes)

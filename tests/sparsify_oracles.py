@@ -14,6 +14,17 @@ import numpy as np
 SMALLEST = 1.2e-38  # a threshold above zero
 
 
+def gradients_of(iterations, workers, dim, seed=0, scale=0.2):
+    """[iterations, workers, dim], float64; layers of different scales."""
+    rng = np.random.default_rng(seed)
+    scales = scale * np.exp(rng.normal(size=dim)) * np.where(np.arange(dim) < dim // 4, 4, 1)
+    return rng.standard_t(4, size=(iterations, workers, dim)) * scales
+
+
+def as_sets(selected):
+    return [set(indices.tolist()) for indices in selected]
+
+
 class Oracle:
     def __init__(self, method, workers, dim, density, error_feedback=True, **options):
         self.method, self.options, self.error_feedback = method, options, error_feedback

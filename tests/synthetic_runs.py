@@ -30,3 +30,8 @@ def write_run(folder, sorter, label, seed, losses, papers_own=False, status="fin
     if started_from:
         manifest["data"]["checksums"] = {f"checkpoint {started_from}/{sorter}-s{seed}": "0123"}
     (run / "manifest.json").write_text(json.dumps(manifest))
+
+
+def cells_of(text):
+    """Of a table in Markdown, by row."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]

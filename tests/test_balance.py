@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import assert_independent, make, normal, run, uniform
 from hypothesis import given
 from hypothesis import strategies as st
+from sorter_cases import assert_independent, make, normal, run, uniform
 
 from cdgrab import streams
 from cdgrab.balance import kernels, reference

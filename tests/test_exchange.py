@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_gradients, oracle
 from exchange_checks import EPOCHS, KINDS, WAYS, cases, name_of, shapes
 from process_runs import PROCESSES
+from sorter_cases import make_gradients, oracle
 
 import cdgrab
 from cdgrab.balance import kernels

@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import make
 from hypothesis import given
 from hypothesis import strategies as st
+from sorter_cases import make
 
 from cdgrab import CdgrabError
 from cdgrab.balance import reference

@@ -8,9 +8,9 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import nearly_tied, normal, uniform
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sorter_cases import nearly_tied, normal, uniform
 
 from cdgrab.balance import kernels
 from cdgrab.balance import rules as balance

@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
-from conftest import GRADIENT_AWARE, feed, make, make_gradients, run
 from hypothesis import given
 from hypothesis import strategies as st
+from sorter_cases import GRADIENT_AWARE, feed, make, make_gradients, run
 
 import cdgrab
 from cdgrab import CdgrabError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import GRADIENT_AWARE, feed, make, make_gradients, run
+from sorter_cases import GRADIENT_AWARE, feed, make, make_gradients, run
 
 from cdgrab import CdgrabError, herding, streams
 from cdgrab.balance import sketch as sketches

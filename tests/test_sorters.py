@@ -5,9 +5,9 @@ from io import BytesIO
 
 import pytest
 import torch
-from conftest import ALL, BALANCING, GRADIENT_AWARE, assert_independent, feed, make, make_gradients, oracle, run
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sorter_cases import ALL, BALANCING, GRADIENT_AWARE, assert_independent, feed, make, make_gradients, oracle, run
 
 from cdgrab import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
