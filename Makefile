@@ -28,7 +28,9 @@ OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)')
           $(if $(SIZE),--size '$(SIZE)') $(if $(NPROC),--nproc '$(NPROC)') $(if $(JOBS),--jobs '$(JOBS)') \
           $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(DATA),--data '$(DATA)')
 
-.PHONY: help setup test lint bench figures report check-results clean
+KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
+
+.PHONY: help setup test lint bench soak fuzz sanitise figures report check-results clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
@@ -79,8 +81,11 @@ bench: $(READY) ## what coordinated ordering costs, with figures: results/trial,
 soak: $(READY) ## disturb and resume runs and scripts at random for ten minutes, against undisturbed ones; FOR=seconds, SEED=…
 	@$(BIN)/python -m scripts.soak $(if $(FOR),--seconds '$(FOR)') $(if $(SEED),--seed '$(SEED)')
 
-fuzz: $(READY) ## ten thousand bad settings, files, archives, gradients and states; INPUTS=…, SEED=…
+fuzz: $(READY) ## ten thousand bad settings, files, archives, gradients, states and calls; INPUTS=…, SEED=…
 	@$(BIN)/python -m scripts.fuzz $(if $(INPUTS),--inputs '$(INPUTS)') $(if $(SEED),--seed '$(SEED)')
+
+sanitise: $(READY) ## the tests of the compiled kernels with every index checked (numba); takes minutes
+	@folder=$$(mktemp -d); NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$folder $(BIN)/python -m pytest -n 2 $(KERNELS); status=$$?; rm -rf $$folder; exit $$status
 
 figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
 
 from experiments.store.files import home, write_atomically
+from experiments.store.lock import locked
 from experiments.store.records import git_commit, now
 
 FILE = "reliability.json"
@@ -22,14 +24,22 @@ class Record:
 
     def write(self, **counts: object) -> None:
         """Put these in the place of what the call has counted before."""
-        everything = json.loads(self._path.read_text()) if self._path.exists() else {}
-        others = [entry for entry in everything.get(self._kind, []) if entry["started"] != self._entry["started"]]
-        everything[self._kind] = [*others, self._entry | counts]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, json.dumps(everything, indent=1) + "\n")
+        with locked(self._path.parent, patience=60.0):  # another call may be counting too
+            everything = json.loads(self._path.read_text()) if self._path.exists() else {}
+            mine = [entry | self._entry == entry for entry in everything.setdefault(self._kind, [])]
+            place = mine.index(True) if any(mine) else len(mine)
+            everything[self._kind][place : place + 1] = [self._entry | counts]
+            write_atomically(self._path, json.dumps(everything, indent=1) + "\n")
 
     def total(self, name: str) -> Counter:
         """A count, or counts by kind, of all calls together."""
         entries = json.loads(self._path.read_text())[self._kind]
         each = [entry[name] if isinstance(entry[name], dict) else {name: entry[name]} for entry in entries]
         return sum(map(Counter, each), Counter())
+
+
+def cpu_seconds() -> float:
+    """Of this process and all of its own that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)

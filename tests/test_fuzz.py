@@ -1,7 +1,9 @@
 """A few hundred of the inputs that `make fuzz` makes up; and that the fuzzer sees what it looks for."""
 
 import json
+import os
 import random
+import signal
 from collections import Counter
 
 import pytest
@@ -12,7 +14,16 @@ from scripts.fuzz import __main__ as fuzz
 from scripts.soak import __main__ as soak
 from scripts.soak import disturbances, processes, victims
 
-INPUTS = {"settings": 12, "files": 12, "archives": 60, "runs": 14, "gradients": 160, "states": 40}
+INPUTS = {
+    "settings": 8,
+    "files": 10,
+    "tables": 40,
+    "archives": 40,
+    "runs": 12,
+    "gradients": 100,
+    "states": 40,
+    "calls": 40,
+}
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
@@ -31,6 +42,25 @@ def test_the_fuzzer_sees_crashes_and_errors_of_several_lines(monkeypatch, tmp_pa
     monkeypatch.setitem(fuzz.KINDS, "broken", kinds)
     found = fuzz.fuzz("broken", 4, random.Random(0), tmp_path)
     assert sorted(found.values()) == [2, 2] and any("KeyError" in words for words in found)
+
+
+def test_the_fuzzer_survives_a_crash_of_the_interpreter(monkeypatch):
+    monkeypatch.setattr(fuzz, "_portion", lambda kind, inputs, seed, found: os.kill(os.getpid(), signal.SIGKILL))
+    found = list(fuzz.portions({"states": 501}, seed=0))
+    assert [(kind, *counts) for kind, counts in found] == [
+        ("states", f"inputs from {first} on: ended with status -9") for first in (0, 500)
+    ]
+
+
+def test_the_fuzzer_sees_calls_that_are_refused_too_late(monkeypatch, tmp_path):
+    def forgets(sparsifier, gradients):
+        sparsifier.iteration += 1
+        raise fuzz.CdgrabError("no")
+
+    monkeypatch.setattr("cdgrab.sparsify.base.Sparsifier.reduce", forgets)
+    assert any(
+        "refused calls changed something" in words for words in fuzz.fuzz("calls", 30, random.Random(0), tmp_path)
+    )
 
 
 def test_the_soak_draws_all_kinds_of_victims_and_disturbances():

@@ -3,13 +3,18 @@
     python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
     python -m scripts.fuzz --inputs 500 --seed 3
 
-Settings, data files, archives, a run's files, gradients and states are made up or damaged at random. An input may be
-accepted, or refused with an error of one sentence; anything else, and any change to existing files, is a finding.
+Settings, data files, archives, a run's files, gradients, states and sequences of calls are made up or damaged at
+random. An input may be refused with an error of one sentence, or accepted: then it must give the result of the input
+that it is equivalent to. Anything else, and any change to existing files or states, is a finding.
+
+Every call is added to results/reliability.json (with changed code: results/trial/reliability.json).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import multiprocessing
 import os
 import random
 import resource
@@ -18,29 +23,36 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError, file_error
 from scripts.arguments import Parser, positive
 from scripts.fuzz.archives import archives
+from scripts.fuzz.calls import calls
 from scripts.fuzz.files import files
 from scripts.fuzz.gradients import gradients
 from scripts.fuzz.runs import MADE, runs
 from scripts.fuzz.settings import settings
 from scripts.fuzz.states import states
+from scripts.fuzz.tables import tables
+from scripts.reliability import Record, cpu_seconds
 
-KINDS = {"settings": settings, "files": files, "archives": archives, "runs": runs}
-KINDS |= {"gradients": gradients, "states": states}
-SHARES = {"settings": 0.2, "files": 0.1, "archives": 0.1, "runs": 0.2, "gradients": 0.2, "states": 0.2}  # of all inputs
+KINDS = {"settings": settings, "files": files, "tables": tables, "archives": archives, "runs": runs}
+KINDS |= {"gradients": gradients, "states": states, "calls": calls}
+SHARES = {"settings": 0.15, "files": 0.05, "tables": 0.1, "archives": 0.1, "runs": 0.05}  # of all inputs
+SHARES |= {"gradients": 0.2, "states": 0.2, "calls": 0.15}
+
+RIGHT = ("taken", "refused")
+PORTION, LANES = 500, 2  # inputs per process, processes at the same time
 
 
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
     """Counts of inputs that were taken and refused, and of each finding."""
     found: Counter = Counter()
     attempts = KINDS[kind](generator, scratch)
-    for _ in tqdm(range(inputs), desc=kind, unit="input", disable=not sys.stderr.isatty()):
+    for _ in range(inputs):
         attempt = next(attempts)
         try:
             attempt()
@@ -57,6 +69,36 @@ def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Cou
     return found
 
 
+def portions(kinds: dict[str, int], seed: int) -> Iterator[tuple[str, Counter]]:
+    """What is found in portions of so many inputs of each kind, each in a process of its own: a crash of the
+    interpreter is a finding too."""
+    waiting = [(kind, n, min(PORTION, inputs - n)) for kind, inputs in kinds.items() for n in range(0, inputs, PORTION)]
+    context, running = multiprocessing.get_context("fork"), []
+    while waiting or running:
+        while waiting and len(running) < LANES:
+            kind, first, inputs = waiting.pop(0)
+            mine, other = context.Pipe(duplex=False)
+            process = context.Process(target=_portion, args=(kind, inputs, f"{seed}.{first}", other))
+            process.start()
+            other.close()
+            running.append((kind, first, process, mine))
+        for each in [each for each in running if each[3].poll(0.01)]:
+            kind, first, process, mine = each
+            running.remove(each)
+            try:
+                yield kind, mine.recv()
+            except EOFError:
+                process.join()
+                yield kind, Counter({f"inputs from {first} on: ended with status {process.exitcode}": 1})
+            process.join()
+
+
+def _portion(kind: str, inputs: int, seed: str, found: Connection) -> None:
+    faulthandler.enable()
+    with tempfile.TemporaryDirectory() as scratch:
+        found.send(fuzz(kind, inputs, random.Random(seed), Path(scratch)))
+
+
 def main(command_line: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--inputs", type=positive, default=10_000, help="how many (default: 10000)")
@@ -69,15 +111,17 @@ def main(command_line: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # a cap on memory
     logging.getLogger("cdgrab").addHandler(logging.NullHandler())
     print(f"seed {seed}", flush=True)
-    findings = 0
-    for kind, share in shares.items():
-        with tempfile.TemporaryDirectory() as scratch:
-            found = fuzz(kind, round(share * arguments.inputs), random.Random(seed), Path(scratch))
-        print(f"{kind}: {found.pop('taken', 0)} taken, {found.pop('refused', 0)} refused", flush=True)
-        for words, times in found.most_common():
-            print(f"  {times} × {words}", flush=True)
-        findings += len(found)
-    print(f"{findings} findings")
+    record, counts = Record("fuzz", seed), {kind: Counter() for kind in shares}
+    for kind, found in portions({kind: round(share * arguments.inputs) for kind, share in shares.items()}, seed):
+        counts[kind] += found
+        inputs = {kind: counts[kind]["taken"] + counts[kind]["refused"] for kind in counts}
+        findings = {f"{kind}: {words}": n for kind in counts for words, n in counts[kind].items() if words not in RIGHT}
+        record.write(inputs=inputs, findings=findings, cpu_seconds=round(cpu_seconds(), 1))
+    for kind, found in counts.items():
+        print(f"{kind}: {found['taken']} taken, {found['refused']} refused")
+    for words, times in findings.items():
+        print(f"  {times} × {words}")
+    print(f"{len(findings)} findings; {record.total('inputs').total()} inputs in all calls so far")
     return 1 if findings else 0
 
 

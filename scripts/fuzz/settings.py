@@ -8,11 +8,12 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.training import session
 from experiments.training.composition import choices, compose_config
-from experiments.training.config import compose, flatten
+from experiments.training.config import Run, compose, flatten
 from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer
 
@@ -27,7 +28,9 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
     def attempt(chosen: list[str], overrides: list[str], build: bool) -> None:
         limit = [] if "task=lr_hmda" in chosen else ["task.limit=16"]
         small = ["size=smoke", "compile=off", *limit] if build else []
-        run = compose([*chosen, "data=embedded", f"run_dir={scratch / 'never made'}", *small, *overrides])
+        base = [*chosen, "data=embedded", f"run_dir={scratch / 'never made'}", *small]
+        run = compose([*base, *overrides])
+        assert compose([*base, *_as_understood(run, overrides)]).science == run.science, "another run"
         session.may_start(run, speak=False)
         if build:
             with session.enough_memory():
@@ -38,6 +41,13 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
         names = sorted({name for choice in chosen for name in _keys(choice)})
         names = generator.sample(names, generator.choice((1, 1, 2, 3)))
         yield partial(attempt, chosen, [f"{name}={_word(generator)}" for name in names], generator.random() < 0.15)
+
+
+def _as_understood(run: Run, overrides: list[str]) -> list[str]:
+    """The same settings, numbers written as they were understood."""
+    values = ((override, OmegaConf.select(run.config, override.partition("=")[0])) for override in overrides)
+    plain = (int, float, bool)
+    return [f"{given.partition('=')[0]}={value!r}" if isinstance(value, plain) else given for given, value in values]
 
 
 @cache

@@ -17,6 +17,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import copied
 from cdgrab.sparsify import Hook, sparsifier_of
 from scripts.fuzz.gradients import DTYPES, NUMBERS
+from scripts.fuzz.words import words
 
 UNITS, DIM = 5, 9
 OTHERS = (None, "text", "two\nlines", -1, 0, 1, 10**9, 10**400, 0.5, float("nan"), True, [], [1], {}, {1: 2})
@@ -33,13 +34,13 @@ def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obj
         there, here = make(), make()
         there.train(steps)
         here.train(mine)
-        state, before = tampered(there.made.state_dict(), generator), _words(here.made.state_dict())
+        state, before = tampered(there.made.state_dict(), generator), words(here.made.state_dict())
         try:
             here.made.load_state_dict(state)
         except CdgrabError:
-            assert _words(here.made.state_dict()) == before, "a refused state changed something"
+            assert words(here.made.state_dict()) == before, "a refused state changed something"
             raise
-        assert _words(here.made.state_dict()) == _words(state), "it did not take the state that was given"
+        assert words(here.made.state_dict()) == words(state), "it did not take the state that was given"
         here.train(2 * UNITS)
 
     while True:
@@ -134,14 +135,3 @@ def _another(tensor: Tensor, generator: random.Random) -> Tensor:
     if tensor.numel():
         tensor.view(-1)[generator.randrange(tensor.numel())] = number
     return tensor
-
-
-def _words(value: object) -> str:
-    """Everything in a state, to the last digit."""
-    if isinstance(value, dict):
-        return str({repr(key): _words(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return str([_words(item) for item in value])
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {value.tolist()}"
-    return repr(float(value)) if isinstance(value, int) and value < 2**53 else repr(value)  # True equals 1.0

@@ -23,7 +23,6 @@ import gc
 import math
 import multiprocessing
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -39,7 +38,7 @@ import torch
 from cdgrab.errors import MissingError
 from experiments.early import STATUS
 from scripts.arguments import Parser, positive
-from scripts.reliability import Record
+from scripts.reliability import Record, cpu_seconds
 from scripts.soak.disturbances import DISTURBANCES, draw
 from scripts.soak.processes import Processes, load_kernels
 from scripts.soak.victims import VICTIMS, Victim, warm_up
@@ -133,7 +132,7 @@ def soak(seed: str, over: float, scratch: Path, told: multiprocessing.SimpleQueu
     try:
         while time.monotonic() < over:
             name = generator.choices(list(VICTIMS), [share for _, share in VICTIMS.values()])[0]
-            victim, began, used = VICTIMS[name][0](generator), time.monotonic(), _cpu_seconds()
+            victim, began, used = VICTIMS[name][0](generator), time.monotonic(), cpu_seconds()
             oracle = victim.start(folders[0])
             wrong = complaints(victim, "", oracle.settle(), oracle.printed)
             kills, more = disturbed(victim, folders[1], generator, over)
@@ -141,16 +140,10 @@ def soak(seed: str, over: float, scratch: Path, told: multiprocessing.SimpleQueu
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
             words = f"{victim.words}, {victim.processes} process{'es' * (victim.processes > 1)}"
-            times = time.monotonic() - began, _cpu_seconds() - used
+            times = time.monotonic() - began, cpu_seconds() - used
             told.put(Outcome(name, words, kills, wrong + more, differs, *times))
     finally:
         told.put(None)
-
-
-def _cpu_seconds() -> float:
-    """Of this process and all that have ended."""
-    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def outcomes(seed: int, over: float, scratch: Path) -> Iterator[Outcome]:
