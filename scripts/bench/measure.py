@@ -37,7 +37,7 @@ def alternately(
 def summary(key: str, values: Sequence[float]) -> dict[str, float | list[float]]:
     """The median under `key`, the quartiles beside it."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    first, median, third = (_rounded(value) for value in quartiles)
+    first, median, third = (rounded(value) for value in quartiles)
     return {key: median, f"{key}_quartiles": [first, third]}
 
 
@@ -58,6 +58,6 @@ def report(target: str, found: object) -> None:
     disconnect()
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Five digits: more than any clock is good for."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
