@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.runtime import group as workers
+from cdgrab.runtime import overlap
 from cdgrab.runtime.fsdp import part_size
 
 
@@ -42,6 +43,7 @@ class Case:
     network: object = network
     divided: bool = True  # gradients by coordinates
     short: int = 0  # buckets up to this length, times the number of processes, are sent whole all the same
+    piece: int = 2**19  # coordinates of a bucket that are exchanged at once
     near: float = 1e-12  # how near the weights are to those of averaging by hand
     scaled: bool = False  # by a scaler that doubles its scale every third step
 
@@ -61,8 +63,9 @@ CASES = {
     "skipped, collected": Case(loop={"skip": (1, 4)}, divided=False),
     "awkward": Case(network=Awkward, wrap={"find_unused_parameters": True}),
     "static": Case(wrap={"static_graph": True}),
-    "views": Case(wrap={"gradient_as_bucket_view": True}),
-    "short buckets": Case(short=60),
+    "views": Case(wrap={"gradient_as_bucket_view": True}, piece=5),
+    "sketched views": Case({"sketch": "countsketch", "sketch_size": 16}, wrap={"gradient_as_bucket_view": True}),
+    "short buckets": Case(short=60, piece=7),
     "mixed": Case(network=Mixed, near=1e-6),
     "scaled": Case(scaled=True),
     "bf16": Case(attach={"compress": "bf16"}),
@@ -111,7 +114,7 @@ def gathered(value):
 
 def started(case):
     """Model, sampler, optimiser and scaler."""
-    workers.WHOLE = case.short if case.divided else 2**40
+    workers.WHOLE, overlap.PIECE = case.short if case.divided else 2**40, case.piece
     model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace
@@ -228,15 +231,15 @@ class Stopped(nn.Module):
 def overlapped():
     """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
     first one, which is not held up, DDP has a single bucket."""
-    workers.WHOLE, spread = 0, workers.WorkerGroup.spread
+    workers.WHOLE, exchange = 0, overlap.OverlappingHook._exchange
     Waiting.until.set()
 
-    def noted(*arguments, **more):
-        spread(*arguments, **more)
+    def noted(*arguments):
+        exchange(*arguments)
         Waiting.until.set()
 
     model = parallel(Stopped())
-    with mock.patch.object(workers.WorkerGroup, "spread", noted):
+    with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
         train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
     return gathered(Waiting.in_time)
 

@@ -4,10 +4,11 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
 
     one process      2    the running sum, in float64
                      1    a pair's first gradient, from which the second is subtracted; it is decided there, too
-    sketch           ½    the place and sign of every coordinate (with DDP and FSDP 1 more: the whole gradient)
+    sketch           ½    the place and sign of every coordinate (1 more, the whole gradient, with FSDP, and with DDP
+                          if its buckets are .grad: gradient_as_bucket_view)
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
-                          and a bucket (DDP) or a module (FSDP) on its way
+                          and two pieces of a bucket (DDP; on a CPU 4 MB) or a module (FSDP) on their way
 
 Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
 to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
@@ -74,8 +75,10 @@ class ObservedModel:
         elif ledger.unit == "example":
             inner = self.model.module if self._parallel else self.model
             self.gradients = ExampleGradients(inner, self.parameters, ledger)
+        elif self._parallel:
+            self.gradients = ParallelGradients(model, self.parameters, ledger, in_grad=_keeps_gradients(self.model))
         else:
-            self.gradients = (ParallelGradients if self._parallel else PlainGradients)(model, self.parameters, ledger)
+            self.gradients = PlainGradients(model, self.parameters, ledger)
         observer = self.gradients if ledger.unit == "batch" else None  # examples are observed beside the averaging
         if sparsifier:
             self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
@@ -137,6 +140,11 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
     return parallel[0] if len(trained) == 2 and trained[0] == trained[1] else model
 
 
+def _keeps_gradients(model: DistributedDataParallel) -> bool:
+    """Whether .grad is this process's gradient until DDP's last step."""
+    return not model.gradient_as_bucket_view and model.mixed_precision is None
+
+
 class PlainGradients:
     """Observes the gradient of every backward pass, or the sum over accumulated passes."""
 
@@ -168,10 +176,12 @@ class PlainGradients:
 
 
 class ParallelGradients:
-    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks only count backward passes."""
+    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks only count backward passes.
+    in_grad: see `_keeps_gradients`."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
-        self._model, self._parameters = model, parameters
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger, in_grad: bool) -> None:
+        self._model, self._parameters, self._in_grad = model, parameters, in_grad
+        self._layout = Layout(parameters)
         self._ledger, self.take_share = ledger, ledger.take_share
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 
@@ -189,9 +199,14 @@ class ParallelGradients:
         if not self._ledger.its_turn():
             return "nothing"
         if not self._ledger.takes_shards:
-            return "whole"
+            return "look" if self._in_grad else "whole"
         self._ledger.begin_shares(like)
         return "shares"
+
+    @torch.no_grad()
+    def look(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._ledger.observe_parts(Parts(self._layout, gradients, self._ledger.scale(self._parameters[0])))
 
     def divide(self, division: Division) -> None:
         if self._ledger.takes_shards:
@@ -245,7 +260,7 @@ def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
 def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient: Tensor) -> Tensor:
     """Residuals are kept without the scaler's scale, which may change. After an overflow the result is NaN, so that the
     scaler skips the step."""
-    if observer and observer.begin(gradient) == "whole":
+    if observer and observer.begin(gradient) != "nothing":
         observer.end(gradient.clone())
     scale = ledger.scale(gradient)
     try:

@@ -112,6 +112,11 @@ def register(model: nn.Module, hook: object, communicate: Callable) -> None:
         raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
 
 
+def before_the_end(call: Callable[[], None]) -> None:
+    """To run between the hooks and DDP's own last step, which it queues later."""
+    Variable._execution_engine.queue_callback(call)
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """DDP queues its own last step after the hooks have run. To run after that step, queue a callback that queues."""
     queue = Variable._execution_engine.queue_callback

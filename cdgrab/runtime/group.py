@@ -47,6 +47,19 @@ class Traffic:
             raise CollectiveError(name, number, first_line(error)) from error
 
 
+@dataclass
+class Pending:
+    """A collective that is under way; None: it is over, or a GPU's stream waits for it."""
+
+    traffic: Traffic
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            with self.traffic.collective(self.traffic.last):
+                self.work.wait()
+
+
 @dataclass(frozen=True)
 class WorkerGroup:
     """Which logical workers this process hosts, and how to reach the others."""
@@ -131,6 +144,25 @@ class WorkerGroup:
         self.traffic.sent += rows.nbytes - mine * count * rows.element_size()
         return out
 
+    def begin_shard(self, row: Tensor, widths: list[int], out: Tensor) -> Pending:
+        """`shard` of one row, without waiting for it."""
+        with self.traffic.collective("all-to-all"):
+            sizes, flat = [out.shape[1]] * self.world_size, out.view(-1)
+            work = dist.all_to_all_single(flat, row, sizes, widths, group=self.channel, async_op=True)
+        self.traffic.sent += row.nbytes - out[0].nbytes
+        return Pending(self.traffic, work)
+
+    def begin_spread(self, whole: Tensor, widths: list[int], copies: Tensor) -> Pending:
+        """`spread`, without waiting for it."""
+        if whole.is_cuda:
+            whole.copy_(self.unshard(copies[0], len(whole), widths))
+            return Pending(self.traffic)
+        with self.traffic.collective("exchange"):
+            sizes, flat = [copies.shape[1]] * self.world_size, copies.view(-1)
+            work = dist.all_to_all_single(whole, flat, widths, sizes, group=self.channel, async_op=True)
+        self.traffic.sent += copies[1:].nbytes
+        return Pending(self.traffic, work)
+
     def unshard(self, mine: Tensor, dim: int, widths: list[int] | None = None) -> Tensor:
         """[width] of every process -> [dim], on every process."""
         if self.world_size == 1:
@@ -157,13 +189,7 @@ class WorkerGroup:
 
         On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are what
         takes time if processes share cores."""
-        if whole.is_cuda:
-            whole.copy_(self.unshard(copies[0], len(whole), widths))
-            return
-        with self.traffic.collective("exchange"):
-            sizes = [copies.shape[1]] * self.world_size
-            dist.all_to_all_single(whole, copies.view(-1), widths, sizes, group=self.channel)
-        self.traffic.sent += copies[1:].nbytes
+        self.begin_spread(whole, widths, copies).wait()
 
     def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""

@@ -3,24 +3,32 @@
 Every bucket is divided by coordinates and exchanged as soon as DDP hands it over: on a CPU by a thread with its own
 channel, on a GPU on a stream. What a process receives on the way, its coordinates of everybody's gradients, is what
 coordinated ordering needs. DDP regroups its buckets after the first step, and with them the division changes.
+
+On a CPU a long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is
+needed for what is received, and slow links are never idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from cdgrab.runtime.ddp import after_backward, common_dtype, places, register
+from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
+
+PIECE = 2**19  # coordinates, on a CPU; messages of shorter ones cost more time than they save if processes share cores
+LANES = 2  # pieces that are on their way at a time
 
 
 class Observer(Protocol):
@@ -28,11 +36,15 @@ class Observer(Protocol):
     backward pass, by all processes together."""
 
     def begin(self, like: Tensor) -> str:
-        """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), or nothing."""
+        """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
+        .grad, or nothing."""
 
     def take_share(self, place: slice, share: Tensor, *, mean: Tensor | None = None) -> None:
         """This process's coordinates of everybody's gradients, [processes, width], and their mean, if it is there; see
         `Sorter.take_share`."""
+
+    def look(self) -> None:
+        """This process's gradients are in .grad. Then DDP puts the mean there."""
 
     def divide(self, division: Division) -> None:
         """Shares are divided in another way from now on."""
@@ -43,10 +55,10 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Piece:
-    """A bucket: its parameters' slices of the whole gradient, how many coordinates each process gets, and where this
-    process keeps its own; None: not known yet."""
+    """Consecutive coordinates of a bucket: where they are there, their slices of the whole gradient, how many each
+    process gets, and where this process keeps its own; None: not known yet."""
 
-    parameters: tuple[int, ...]
+    inside: slice
     slices: list[slice]
     widths: list[int]
     place: slice | None = None
@@ -68,12 +80,12 @@ class OverlappingHook:
         self._dim = sum(parameter.numel() for parameter in parameters)
         self._group, self._observer, self._wire, self._mean = group, observer, wire, mean
         self._device = parameters[0].device
-        self._pieces: list[Piece] = []
+        self._buckets: list[tuple[tuple[int, ...], list[Piece]]] = []  # parameters, by id, and pieces
         self._regrouped = False  # some pieces of this step have no place yet
         self._held: list[tuple[Piece, Tensor]] = []  # their shares
         self._wanted = "nothing"
         self._whole: Tensor | None = None  # reused, like the next: allocating memory takes longer than writing to it
-        self._received: Tensor | None = None
+        self._received: dict[int, Tensor] = {}  # by lane
         self._error: Exception | None = None
 
     def register(self, model: nn.Module) -> None:
@@ -87,28 +99,38 @@ class OverlappingHook:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._begin(buffer)
-        piece = self._piece(bucket)
+        pieces = self._pieces_of(bucket)
         if self._wanted == "whole":
-            self._keep(piece, bucket.gradients())
+            self._keep(bucket)
         promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._beside.run(partial(self._exchange, piece, buffer, promise))
+        self._beside.run(partial(self._exchange, pieces, buffer, promise))
         return promise
 
     def _begin(self, buffer: Tensor) -> None:
         self._error, self._held, self._regrouped = None, [], False
         if self._observer:
             self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
+        if self._wanted == "look":
+            before_the_end(self._look)
         after_backward(self._end)
 
-    def _piece(self, bucket: object) -> Piece:
+    def _pieces_of(self, bucket: object) -> list[Piece]:
         index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
-        if index == len(self._pieces) or self._pieces[index].parameters != parameters:
-            slices = [self._places[name][1] for name in parameters]
-            piece = Piece(parameters, slices, self._widths(bucket.buffer().numel(), index))
-            self._pieces, self._regrouped = [*self._pieces[:index], piece], True
-        if bucket.is_last() and index + 1 < len(self._pieces):
-            self._pieces, self._regrouped = self._pieces[: index + 1], True
-        return self._pieces[index]
+        if index == len(self._buckets) or self._buckets[index][0] != parameters:
+            pieces = self._cut(parameters, bucket.buffer(), index)
+            self._buckets, self._regrouped = [*self._buckets[:index], (parameters, pieces)], True
+        if bucket.is_last() and index + 1 < len(self._buckets):
+            self._buckets, self._regrouped = self._buckets[: index + 1], True
+        return self._buckets[index][1]
+
+    def _cut(self, parameters: tuple[int, ...], buffer: Tensor, index: int) -> list[Piece]:
+        number = 1 if buffer.is_cuda else -(-len(buffer) // PIECE)
+        ends = [len(buffer) * (i + 1) // number for i in range(number)]
+        inside = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        lengths = [piece.stop - piece.start for piece in inside]
+        dealt = _dealt([self._places[name][1] for name in parameters], lengths)
+        widths = [self._widths(length, index + i) for i, length in enumerate(lengths)]
+        return [Piece(*each) for each in zip(inside, dealt, widths, strict=True)]
 
     def _widths(self, length: int, index: int) -> list[int]:
         """Even ones; a short piece is sent whole, in one round instead of two, and one process in turn keeps it."""
@@ -117,44 +139,52 @@ class OverlappingHook:
             return group.widths(length)
         return [length * (rank == index % group.world_size) for rank in range(group.world_size)]
 
-    def _keep(self, piece: Piece, gradients: list[Tensor]) -> None:
+    def _keep(self, bucket: object) -> None:
+        gradients, places = bucket.gradients(), (self._places[id(each)][1] for each in bucket.parameters())
         if self._whole is None or self._whole.device != gradients[0].device:
             self._whole = gradients[0].new_zeros(self._dim, dtype=self._dtype)
-        kept = [self._whole[place].view_as(one) for place, one in zip(piece.slices, gradients, strict=True)]
+        kept = [self._whole[place].view_as(one) for place, one in zip(places, gradients, strict=True)]
         torch._foreach_copy_(kept, gradients)
 
     # -- beside the backward pass -------------------------------------------------------------------------------------
 
-    def _exchange(self, piece: Piece, buffer: Tensor, promise: Future) -> None:
+    def _exchange(self, pieces: list[Piece], buffer: Tensor, promise: Future) -> None:
         """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
         would wait for ever for a hook that raised an error."""
         try:
             if self._error is None:
-                self._average(piece, buffer)
+                sent = buffer if self._wire is None else buffer.to(self._wire)
+                _in_turn(self._average(piece, buffer, sent, i % LANES) for i, piece in enumerate(pieces))
         except Exception as error:
             self._error = error
         promise.set_result(buffer)
 
-    def _average(self, piece: Piece, buffer: Tensor) -> None:
-        group, sent = self._beside.group, buffer if self._wire is None else buffer.to(self._wire)
+    def _average(self, piece: Piece, buffer: Tensor, sent: Tensor, lane: int) -> Iterator[bool]:
+        """Stops where there is something to wait for."""
+        group, buffer, sent = self._beside.group, buffer[piece.inside], sent[piece.inside]
         width = piece.widths[group.rank]
         if not group.divides(len(buffer)):
             rows = group.gather(sent[None]).to(buffer.dtype)
             mean = self._mean(rows, buffer)
             return self._take(piece, rows[:, :width], mean[:width])
-        rows = group.shard(sent, piece.widths, out=self._room(sent, width))
+        rows = self._room(sent, width, lane)
+        arriving = group.begin_shard(sent, piece.widths, rows)
+        yield True
+        arriving.wait()
         share = rows.to(buffer.dtype)
         mean = self._mean(share, buffer.split(piece.widths)[group.rank])
         self._take(piece, share, mean)
-        group.spread(sent, piece.widths, rows.copy_(mean))
+        spreading = group.begin_spread(sent, piece.widths, rows.copy_(mean))
+        yield True
+        spreading.wait()
         if self._wire is not None:
             buffer.copy_(sent)
 
-    def _room(self, sent: Tensor, width: int) -> Tensor:
-        """Memory for what is received, of the size of the largest bucket."""
-        needed, room = width * self._group.world_size, self._received
+    def _room(self, sent: Tensor, width: int, lane: int) -> Tensor:
+        """Memory for what is received, of the size of the largest piece."""
+        needed, room = width * self._group.world_size, self._received.get(lane)
         if room is None or len(room) < needed or room.dtype != sent.dtype:
-            self._received = room = sent.new_empty(needed)
+            self._received[lane] = room = sent.new_empty(needed)
         return room[:needed].view(self._group.world_size, width)
 
     def _take(self, piece: Piece, share: Tensor, mean: Tensor) -> None:
@@ -167,6 +197,12 @@ class OverlappingHook:
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
+    def _look(self) -> None:
+        try:
+            self._observer.look()
+        except Exception as error:
+            self._error = error
+
     def _end(self) -> None:
         if self._error is not None:
             raise self._error
@@ -175,18 +211,33 @@ class OverlappingHook:
         for piece, share in self._held:
             self._observer.take_share(piece.place, share)
         self._held = []
-        if self._wanted != "nothing":
+        if self._wanted in ("shares", "whole"):
             self._observer.end(self._whole if self._wanted == "whole" else None)
 
     def _divide(self) -> None:
         """Give every piece its place, one behind the other."""
-        rank, start = self._group.rank, 0
-        for piece in self._pieces:
-            piece.place = slice(start, start + piece.widths[rank])
-            start = piece.place.stop
-        parts = [_dealt(piece.slices, piece.widths) for piece in self._pieces]
+        rank, pieces = self._group.rank, [piece for _, some in self._buckets for piece in some]
+        for piece, end in zip(pieces, accumulate(piece.widths[rank] for piece in pieces), strict=True):
+            piece.place = slice(end - piece.widths[rank], end)
+        parts = [_dealt(piece.slices, piece.widths) for piece in pieces]
         of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
         self._observer.divide(Division(self._group, tuple(of_ranks)))
+
+
+def _in_turn(jobs: Iterator[Iterator[bool]]) -> None:
+    """Go on with one job where another has to wait."""
+    running: deque[Iterator[bool]] = deque()
+    for job in jobs:
+        _go_on(job, running)
+        while len(running) == LANES:
+            _go_on(running.popleft(), running)
+    while running:
+        _go_on(running.popleft(), running)
+
+
+def _go_on(job: Iterator[bool], running: deque[Iterator[bool]]) -> None:
+    if next(job, False):
+        running.append(job)
 
 
 def _dealt(slices: Sequence[slice], widths: Sequence[int]) -> list[list[slice]]:
