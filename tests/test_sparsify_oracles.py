@@ -151,6 +151,10 @@ def test_deft_allots_everything_and_nothing_twice(seed, count, some_zero):
     assert set(deal(np.array([b - a for a, b in spans], dtype=float), workers)) <= set(range(workers))
 
 
+def test_deft_has_no_empty_pieces_however_many_workers_there_are():
+    assert pieces([3, 1], 10**9) == [(0, 1), (1, 2), (2, 3), (3, 4)] and pieces([5, 1], 2) == [(0, 2), (2, 5), (5, 6)]
+
+
 @pytest.mark.parametrize("together", [60, 59])
 def test_counting_counts(together, monkeypatch):
     monkeypatch.setattr(thresholds, "TOGETHER", together)  # all at once, or one by one

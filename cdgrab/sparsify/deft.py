@@ -25,7 +25,7 @@ def pieces(layers: Sequence[int], workers: int) -> list[tuple[int, int]]:
     """Where layers start and end; layers longer than a worker's share of the vector are split evenly."""
     found, start, dim = [], 0, sum(layers)
     for size in layers:
-        parts = -(-size * workers // dim)
+        parts = min(size, -(-size * workers // dim))  # none is empty, however many workers there are
         edges = [start + part * size // parts for part in range(parts + 1)]
         found += zip(edges, edges[1:], strict=False)
         start += size
