@@ -62,7 +62,7 @@ def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Cou
             found["refused" if words and "\n" not in words else f"not one sentence: {words}"] += 1
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            found[f"{type(error).__name__} at {where.filename}:{where.lineno}: {str(error)[:200]}"] += 1
+            found[f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {str(error)[:200]}"] += 1
     if os.path.exists(MADE):
         os.rmdir(MADE)
         found["a checkpoint was executed"] += 1

@@ -191,7 +191,7 @@ def summary(found: list[Outcome]) -> dict:
         "kills": dict(sorted(kills.items())),
         "kills_by_victim": dict(sorted(by_victim.items())),
         "differences": sum(outcome.differs for outcome in found),
-        "findings": [words for outcome in found for words in outcome.wrong],
+        "findings": [words.partition("\n")[0] for outcome in found for words in outcome.wrong],  # not what was printed
         "cpu_seconds": round(sum(outcome.cpu_seconds for outcome in found), 1),
     }
 
