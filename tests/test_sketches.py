@@ -5,6 +5,7 @@ import torch
 from sorter_cases import GRADIENT_AWARE, feed, make, make_gradients, run
 
 from cdgrab import CdgrabError, herding, streams
+from cdgrab.balance import optional
 from cdgrab.balance import sketch as sketches
 
 kinds = pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
@@ -57,6 +58,20 @@ def test_count_sketches_come_to_the_same_in_every_way(size, monkeypatch):
         sketch.add(in_pieces, start, piece)
         start += piece.shape[1]
     assert torch.equal(in_pieces, expected)
+
+
+def test_count_sketches_of_a_gpus_kernel_are_those_of_the_cpu(on_gpu, monkeypatch):
+    kernel, device = optional("sketched"), on_gpu[1]
+    monkeypatch.setattr(kernel, "CHUNK", 70)
+    sketch, rows = sketches.make_sketch("countsketch", 40, 200, 3), torch.randn(2, 200, dtype=torch.float64)
+    expected = sketch(rows)
+    rows[1, [5, 190]] = torch.tensor([torch.nan, torch.inf], dtype=rows.dtype)
+    found = torch.zeros(2, 40, dtype=rows.dtype, device=device)
+    for start, end in ((0, 30), (30, 200)):
+        coordinates = kernel.by_place(sketch._codes[start:end].to(device), 40)
+        kernel.add_to_sketches(found, coordinates, rows[:, start:end].to(device))
+    assert torch.equal(found[0].cpu(), expected[0])
+    assert torch.equal(found[1].cpu(), sketch(rows.nan_to_num(0.0, 0.0, 0.0))[1])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

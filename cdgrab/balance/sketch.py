@@ -7,6 +7,7 @@ sketches is the sketch of the sum. All workers use the same map, drawn from the 
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class CountSketch:
 
     Coordinates are added in a fixed order: the same row gives the same sketch to the last bit, on every device, however
     many rows come together and in whatever pieces. Memory: two bytes per coordinate for its place and sign (four if the
-    sketch has more than 16,384 places), and some for the coordinates that are added at once.
+    sketch has more than 16,384 places; on a GPU always two, and four for every 2¹⁵ coordinates and place).
     """
 
     name = "countsketch"
@@ -39,6 +40,7 @@ class CountSketch:
         for some in np.split(codes, range(self._chunk, dim, self._chunk)):
             some += generator.integers(2, size=len(some)) == 0
         self._codes = torch.from_numpy(codes)
+        self._sorted: dict[tuple, tuple] = {}  # for a GPU: by first coordinate, number and device
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., dim] -> [..., size]"""
@@ -49,16 +51,26 @@ class CountSketch:
     def add(self, sums: Tensor, start: int, pieces: Tensor) -> None:
         """Add the coordinates from `start` on, pieces [rows, n], to sums [rows, size]. On a GPU, where nobody waits to
         see whether they are finite, what is not counts as zero."""
-        self._codes = self._codes.to(sums.device)
         codes = self._codes[start : start + pieces.shape[1]]
-        if not sums.is_cuda and (compiled := optional("cpu")):
-            return compiled.add_to_sketches(sums, codes, pieces)
+        if compiled := optional("sketched" if sums.is_cuda else "cpu"):
+            coordinates = self._sort(compiled, start, codes, sums.device) if sums.is_cuda else codes
+            return compiled.add_to_sketches(sums, coordinates, pieces)
+        codes = codes.to(sums.device)
         for some, its in zip(pieces.split(self._chunk, 1), codes.split(self._chunk), strict=True):
             signed, places = some.to(sums.dtype) * (1 - 2 * (its & 1)), its >> 1
             if sums.is_cuda:
                 sums.copy_(self._in_segments(sums, places, signed.nan_to_num_(0.0, 0.0, 0.0)))
             else:
                 self._one_by_one(sums, places, signed)
+
+    def _sort(self, compiled: ModuleType, start: int, codes: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Once for every piece: they are the same in every step, until DDP divides its buckets anew."""
+        key = (start, len(codes), device)
+        if key not in self._sorted:
+            if sum(length for _, length, _ in self._sorted) + len(codes) > len(self._codes):
+                self._sorted.clear()
+            self._sorted[key] = compiled.by_place(codes.to(device), self.size)
+        return self._sorted[key]
 
     def _one_by_one(self, sums: Tensor, places: Tensor, signed: Tensor) -> None:
         for its, row in zip(sums, signed, strict=True):
