@@ -43,7 +43,7 @@ class Case:
     network: object = network
     divided: bool = True  # gradients by coordinates
     short: int = 0  # buckets up to this length, times the number of processes, are sent whole all the same
-    piece: int = 2**19  # coordinates of a bucket that are exchanged at once
+    piece: int = 2**20  # coordinates of a bucket that are exchanged at once
     near: float = 1e-12  # how near the weights are to those of averaging by hand
     scaled: bool = False  # by a scaler that doubles its scale every third step
 

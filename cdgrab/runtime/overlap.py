@@ -10,6 +10,7 @@ needed for what is received, and slow links are never idle.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,10 @@ from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
 
-PIECE = 2**19  # coordinates, on a CPU; messages of shorter ones cost more time than they save if processes share cores
+PIECE = 2**20  # coordinates, on a CPU: where processes share cores, more messages take more time than they save,
+ON_SLOW_LINKS = 4  # but four times as many save a sixth of a step with links of 1 Gbit/s
+SLOW = 1.5e8  # bytes per second
+ATTEMPTS = 5  # to find out how fast links are
 LANES = 2  # pieces that are on their way at a time
 
 
@@ -92,6 +96,8 @@ class OverlappingHook:
         """Let DDP call this hook instead of its all-reduce."""
         register(model, self, OverlappingHook.communicate)
         self._beside = _Stream(self._group, self._device) if self._device.type == "cuda" else _Thread(self._group)
+        long = self._group.world_size > 1 and self._dim > PIECE // ON_SLOW_LINKS and self._device.type == "cpu"
+        self._piece = PIECE // ON_SLOW_LINKS if long and _speed(self._beside.group) < SLOW else PIECE
 
     # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
     def communicate(self, bucket):
@@ -124,7 +130,7 @@ class OverlappingHook:
         return self._buckets[index][1]
 
     def _cut(self, parameters: tuple[int, ...], buffer: Tensor, index: int) -> list[Piece]:
-        number = 1 if buffer.is_cuda else -(-len(buffer) // PIECE)
+        number = 1 if buffer.is_cuda else -(-len(buffer) // self._piece)
         ends = [len(buffer) * (i + 1) // number for i in range(number)]
         inside = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         lengths = [piece.stop - piece.start for piece in inside]
@@ -222,6 +228,17 @@ class OverlappingHook:
         parts = [_dealt(piece.slices, piece.widths) for piece in pieces]
         of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
         self._observer.divide(Division(self._group, tuple(of_ranks)))
+
+
+def _speed(group: WorkerGroup) -> float:
+    """Bytes per second that a process sends, the best of a few attempts; that of the slowest, on all of them."""
+    sent, seconds = torch.zeros(PIECE // ON_SLOW_LINKS), []
+    for _ in range(ATTEMPTS):
+        start = time.perf_counter()
+        group.shard(sent)
+        seconds.append(time.perf_counter() - start)
+    slowest = float(group.gather(torch.tensor([min(seconds)], dtype=torch.float64)).max())
+    return sent.nbytes * (1 - 1 / group.world_size) / slowest
 
 
 def _in_turn(jobs: Iterator[Iterator[bool]]) -> None:
