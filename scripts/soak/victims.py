@@ -25,7 +25,7 @@ TASKS = {  # settings that make an epoch short, and epochs that take a second or
 }
 SORTERS = ["cd_grab", "cd_grab", "grab", "id_grab_pair", "id_grab_bal", "kh", "d_rr", "flip_flop", "riffle"]
 SPARSIFIERS = ["dense", "dense", "exdyna", "topk", "deft", "micro", "cltk", "sidco"]
-COMMON = ["size=smoke", "workers=4", "data=embedded", "timeout=4"]  # seconds until one that stands still is missed
+COMMON = ["size=smoke", "workers=4", "data=embedded", "timeout=20"]  # seconds; less is too little on a busy machine
 SAME_DIGITS = 1e-9  # runs that train together may do so in other groups after a kill, and then round differently
 TIMES = ("seconds", "phases", "replicas")  # what differs from run to run
 
