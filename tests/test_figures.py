@@ -72,6 +72,13 @@ def labels_of(figure):
 def test_papers_curves_are_drawn_only_beside_the_papers_own_data(group, tmp_path):
     ours = ["CD-GraB", "D-RR", "D-RR, shared order", "riffle (no balancing)"]
     assert labels_of(figures.learning_curves(group, METRICS, "title", FIGURE)) == ours
+    other = tmp_path / FIGURE / "other"
+    for sorter, label in (("cd_grab", "CD-GraB"), ("d_rr", "D-RR")):
+        write_run(other, sorter, label, 0, [0.4] * 4)
+    figure = figures.learning_curves(Group(other), METRICS[:1], "title", FIGURE)
+    assert labels_of(figure) == ["CD-GraB", "D-RR"]  # beside other data, the paper's differences alone
+    (theirs,) = [line for line in figure.axes[-1].get_lines() if "paper" in line.get_label()]
+    assert theirs.get_ydata()[-1] == pytest.approx(0.33545536 - 0.337247, abs=1e-6)
     own = tmp_path / FIGURE / "own"
     write_run(own, "cd_grab", "CD-GraB", 0, [0.4] * 4, papers_own=True)
     figure = figures.learning_curves(Group(own), METRICS, "title", FIGURE)

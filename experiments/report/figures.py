@@ -6,7 +6,14 @@ import textwrap
 
 from experiments.report import plots
 from experiments.report.kinds import Axes, Figure, Series
-from experiments.report.names import BASELINE, PUBLISHED_SORTERS, column_title, metric_label, sorter_colour
+from experiments.report.names import (
+    BASELINE,
+    PUBLISHED_SORTERS,
+    column_title,
+    metric_label,
+    sorter_colour,
+    sorter_label,
+)
 from experiments.report.published import published
 from experiments.report.runs import Group, Sweep
 from experiments.report.text import FEWEST_SEEDS
@@ -17,8 +24,8 @@ def learning_curves(group: Group, metrics: tuple[str, ...], title: str, experime
     """`metrics` against epochs and seconds, mean ± std over seeds for every sorter; last row: differences to random
     reshuffling, seed by seed.
 
-    The paper's curves are added (dashed) only if data and settings are the paper's; seconds only if they are
-    meaningful.
+    The paper's curves are added (dashed) only on the paper's data; its differences also beside those on other data.
+    Seconds only if they are meaningful.
     """
     rows = {"epoch": group} | ({"elapsed": group.alone} if group.alone.manifests else {})
     compared = BASELINE in group.sorters and len(group.sorters) > 1
@@ -61,7 +68,7 @@ def _draw_panel(panel: Axes, group: Group, metric: str, axis: str, experiment: s
             if 2 * len(curve) < curve.index[-1]:  # measured in some epochs only: show which
                 style |= plots.DOTS | {"ms": 2.6}
             plots.mean_std(panel, x, curve["mean"], curve["std"], label=group.label(sorter), **style)
-    if group.like_the_paper:
+    if group.on_the_papers_data:
         _draw_published(panel, group, metric, axis, experiment)
     panel.set(xlabel=metric_label(axis), ylabel=textwrap.fill(metric_label(metric), 26))
     if axis == "epoch":
@@ -82,10 +89,11 @@ def _draw_differences(panel: Axes, group: Group, metric: str, experiment: str) -
             panel.plot(found.index, mean, color=colour)
             panel.plot(found.index, found, color=colour, lw=0.6, alpha=0.6)
             shown += [value for seed in found for value in _later(found[seed])]
-    papers = _papers(group, metric, experiment)
+    papers, own = _papers(group, metric, experiment) if not group.trial else {}, group.on_the_papers_data
     for sorter in papers.keys() - {BASELINE}:
         difference = (papers[sorter] - papers[BASELINE]).dropna()
-        panel.plot(difference, color=sorter_colour(sorter), **plots.PUBLISHED)
+        label = f"{sorter_label(sorter)} less {sorter_label(BASELINE)}, paper, on its own data" if not own else None
+        panel.plot(difference, color=sorter_colour(sorter), label=label, **plots.PUBLISHED)
         shown += _later(difference)
     _frame(panel, [*shown, 0.0])
     panel.set(xlabel=metric_label("epoch"), ylabel=textwrap.fill(words, 26))
@@ -106,12 +114,13 @@ def _converged(group: Group, metric: str, experiment: str) -> list[float]:
     shown = []
     for curve in (group.curve(sorter, metric) for sorter in group.sorters):
         shown += _later(curve["mean"] - curve["std"]) + _later(curve["mean"] + curve["std"])
-    return shown + [value for curve in _papers(group, metric, experiment).values() for value in _later(curve)]
+    papers = _papers(group, metric, experiment) if group.on_the_papers_data else {}
+    return shown + [value for curve in papers.values() for value in _later(curve)]
 
 
 def _papers(group: Group, metric: str, experiment: str) -> dict[str, Series]:
-    """The paper's means by sorter and epoch, where they may be compared."""
-    curves = published(experiment, metric, column=group.column) if group.like_the_paper else {}
+    """The paper's means by sorter and epoch."""
+    curves = published(experiment, metric, column=group.column)
     return {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
 
 

@@ -36,6 +36,10 @@ class Row:
         """CD-GraB − D-RR, by seed; empty if one of the two is missing."""
         return (self.best(OURS) - self.best(BASELINE)).dropna()
 
+    @property
+    def comparable(self) -> bool:
+        return bool(self.papers()) and not self.group.trial
+
     def papers(self) -> dict[str, tuple[float, float]]:
         """The paper's mean and std by sorter; empty if its table lacks the dataset."""
         numbers = published(EXPERIMENT, self.metric, column=self.group.column)
@@ -72,8 +76,8 @@ def summary(sweep: Sweep) -> str:
 @plots.styled
 def figure(sweep: Sweep, title: str) -> Figure:
     """Above: best accuracies, their paired differences, and the train losses relative to D-RR's, epoch by epoch.
-    Below: the accuracy of every dataset against epochs. The paper's numbers (hollow) only where data and settings are
-    the paper's."""
+    Below: the accuracy of every dataset against epochs. The paper's numbers (hollow) where it has the dataset; the
+    caption says which pretraining ours come from."""
     import matplotlib.pyplot as plt
 
     shown = rows(sweep)
@@ -103,9 +107,7 @@ def _draw_accuracies(panel: Axes, shown: list[Row]) -> None:
         best = [row.best(sorter) for row in shown]
         places = [place + side for place in range(len(shown))]
         _mean_and_std(panel, places, best, **marks, label=name)
-        known = [
-            (place + 2 * side, *row.papers()[sorter]) for place, row in enumerate(shown) if row.group.like_the_paper
-        ]
+        known = [(place + 2 * side, *row.papers()[sorter]) for place, row in enumerate(shown) if row.comparable]
         if known:
             panel.errorbar(*zip(*known, strict=True), **marks, mfc="white", ms=4, lw=0.8, label=f"{name}, paper")
     panel.set_ylabel("best validation accuracy (%)")
@@ -117,7 +119,7 @@ def _draw_differences(panel: Axes, shown: list[Row]) -> None:
     panel.plot(*zip(*seeds, strict=True), ".", color="0.5", ms=4, label="each seed")
     differences = [row.difference() for row in shown]
     _mean_and_std(panel, range(len(shown)), differences, fmt="o", color="0.1", label="mean ± std")
-    known = [(place + 0.12, row.papers()) for place, row in enumerate(shown) if row.group.like_the_paper]
+    known = [(place + 0.12, row.papers()) for place, row in enumerate(shown) if row.comparable]
     if known:
         values = [papers[OURS][0] - papers[BASELINE][0] for _, papers in known]
         panel.plot([place for place, _ in known], values, "D", mfc="white", color="0.1", ms=4, label="paper")

@@ -112,5 +112,5 @@ def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:
     if claim.p <= ERROR:
         return UNDECIDED, f"{p_value(adjusted)} by Holm"
     if max(value.high - claim.limit, claim.limit - value.low) <= claim.margin:
-        return CONTRADICTED, "equal, within the margin"
+        return CONTRADICTED, "equal, within the margin" if claim.margin else "the same on every seed"
     return UNDECIDED, f"the interval includes {signed(claim.shown(claim.limit))}"

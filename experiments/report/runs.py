@@ -139,18 +139,27 @@ class Group(Runs):
 
     @property
     def like_the_paper(self) -> bool:
-        """Whether these runs have all of the paper's data and its settings (but perhaps fewer epochs), so that its
-        curves may be drawn beside them.
+        """Whether these runs have all of the paper's data and its settings (but perhaps fewer epochs), so that levels
+        may be compared.
 
         The folder's name tells which settings differ from the experiment's, which are the paper's. A model that is
         fine-tuned must come from runs with all of the paper's data, settings and epochs.
         """
-        changed = {part.partition("=")[0] for part in self.source.split(",")[1:]}
         linear = any(m["science"].get("task.schedule.kind") == "linear" for m in self.manifests)  # ends with the epochs
         harmless = HARMLESS - ({"epochs"} if linear else set())
         own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
         started = {name for m in self.manifests for name in pretrained_by(m)}
-        return own and changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
+        return own and self._changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
+
+    @property
+    def on_the_papers_data(self) -> bool:
+        """Whether its curves may be drawn beside these: captions name settings that differ."""
+        own = all(m["data"]["papers_own"] for m in self.manifests)
+        return own and not self.trial and "limit" not in self._changed
+
+    @property
+    def _changed(self) -> set[str]:
+        return {part.partition("=")[0] for part in self.source.split(",")[1:]}
 
     def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
         """Beside the paper's curves, perplexities are computed as in the published code."""

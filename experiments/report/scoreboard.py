@@ -40,18 +40,19 @@ The rules, here and everywhere:
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
 - Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %
-  with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Below three seeds there is neither ±,
-  nor an interval, nor a p value.
+  with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Its claims keep the answer of the
+  first look that decides them, and count the seeds of that look, though more may have been run since. Below three seeds
+  there is neither ±, nor an interval, nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
-- Epochs to a loss are counted, not interpolated.
-- Scatter from epoch to epoch is that of single runs here, but that of means over seeds in the paper. Its direction can
-  be compared, its size cannot.
+- Epochs to a loss are counted, not interpolated; a loss that is not reached counts as one epoch more than there are.
+- Scatter is the standard deviation of the change from one epoch to the next, over the last half of the epochs. It is
+  that of single runs here, but that of means over seeds in the paper: its direction can be compared, its size cannot.
 - **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the
   other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
   quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing. Where a
   study finds sorters equal, within its margin, a claim that one is better is contradicted, that it is no worse
   reproduced. So it is with the train loss of figures, whose margin is that of the studies,
-  {SAME_LOSS:g} % of the rival's.
+  {SAME_LOSS:g} % of the rival's, and with epochs to a loss that are the same on every seed.
 - A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
   [levels](#levels).
 - "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's, in seconds or bytes.
