@@ -44,7 +44,7 @@ def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], 
             except CdgrabError:
                 assert repr(made.state_dict()) == before, "a refused call changed the state"
                 raise
-            plain = torch.tensor(given.tolist(), dtype=given.dtype)
+            plain = torch.tensor(given.tolist(), dtype=torch.as_tensor(given).dtype)  # an array may be taken, too
             twin.observe([twin.position], plain) if sorter else twin.reduce(plain)
             assert words(made.state_dict()) == words(twin.state_dict()), "another result"
 
