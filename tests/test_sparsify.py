@@ -218,3 +218,25 @@ def test_every_sparsifier_has_a_yaml_that_builds_it_and_shows_all_options():
         assert config.name == path.stem and set(config) - {"name", "density"} == set(sparsifier_options(path.stem))
         built, plain = make_sparsifier(workers=2, dim=100, **config), make_sparsifier(config.name, workers=2, dim=100)
         assert built._identity() == plain._identity(), "the yaml shows the defaults"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"error_feedback": False}])
+def test_a_gradient_in_parts_gives_the_same_update_in_place(options, dtype):
+    """Parts in another order than their places, one of them with other strides."""
+    shapes = [(slice(12, 36), (2, 3, 2, 2)), (slice(40, 50), (10,)), (slice(0, 12), (3, 4)), (slice(36, 40), (4,))]
+    whole, parts = (make_sparsifier("exdyna", workers=1, dim=50, density=0.2, **options) for _ in range(2))
+    for step in range(4):
+        gradient = torch.randn(50, generator=torch.Generator().manual_seed(step)).to(dtype)
+        mine = [(place, gradient[place].clone().view(size)) for place, size in shapes]
+        mine[0] = (mine[0][0], mine[0][1].to(memory_format=torch.channels_last))
+        if step == 2:
+            spoilt = [(place, part * torch.nan) for place, part in mine]
+            with pytest.raises(cdgrab.CdgrabError, match="must be finite"):
+                parts.reduce_parts(spoilt, dtype)
+        parts.reduce_parts(mine, dtype)
+        update = whole.reduce(gradient[None])
+        assert update.any() and not update.all()
+        for place, part in mine:
+            assert torch.equal(part.flatten(), update[place])
+    assert torch.equal(whole._residual, parts._residual) and whole.stats == parts.stats

@@ -36,7 +36,7 @@ from cdgrab.dropin.refusals import (
 )
 from cdgrab.dropin.sharded import ShardedGradients
 from cdgrab.errors import CdgrabError, NotFiniteError
-from cdgrab.runtime.ddp import BucketHook
+from cdgrab.runtime.ddp import BucketHook, Collected
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fsdp import is_sharded, sharded_modules
 from cdgrab.runtime.group import WorkerGroup
@@ -82,7 +82,7 @@ class ObservedModel:
         observer = self.gradients if ledger.unit == "batch" else None  # examples are observed beside the averaging
         if sparsifier:
             self.sparsifier = sparsifier_of(self.parameters, sparsifier, group, **more)
-            average = partial(_sparse_average, ledger, observer)
+            average = Collected(self.parameters, partial(_sparse_average, ledger, observer))
             self._hook = BucketHook(self.parameters, average, self.sparsifier)
         elif self._parallel and (observer or compress):
             self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows)

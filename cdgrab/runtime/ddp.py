@@ -1,9 +1,8 @@
 """The whole gradient of a DistributedDataParallel model, from the buckets that DDP hands over, for sparsifiers.
 
-DDP passes gradients on in buckets, and regroups the buckets after the first iteration. Here they are collected into one
-vector whose coordinates stay where they are: every bucket gets a future, its gradients are copied to the places of
-their parameters, and the last bucket averages that vector and completes all futures. The price is that nothing is sent
-while the backward pass still runs.
+DDP passes gradients on in buckets, and regroups the buckets after the first iteration. Here every bucket gets a future,
+and the last one averages all of them and completes all futures: as one vector whose coordinates stay where they are,
+with every gradient at the place of its parameter. The price is that nothing is sent while the backward pass still runs.
 """
 
 from __future__ import annotations
@@ -22,24 +21,23 @@ from torch.futures import Future
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.group import WorkerGroup
 
+Parts = list[tuple[slice, Tensor]]  # places in the whole gradient, and what is there
+
 
 class BucketHook:
-    """A communication hook. `average`: this process's gradient [dim] -> the mean over all processes [dim].
+    """A communication hook. `average` writes the mean over all processes over this process's gradient.
 
     debtor: a sparsifier, if it is what averages. With find_unused_parameters DDP does not pass on the mean of
     parameters that no process has used, so what it owes to them must wait.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], average: Callable[[Tensor], Tensor], debtor: Debtor | None = None
+        self, parameters: Sequence[nn.Parameter], average: Callable[[Parts], None], debtor: Debtor | None = None
     ) -> None:
         self._average, self._debtor = average, debtor
         self._used: set[int] | None = None  # ids of parameters that got a gradient since the last exchange; None: all
         self._places = places(parameters)
-        self._dim = sum(parameter.numel() for parameter in parameters)
-        self._dtype = common_dtype(parameters)  # each bucket has its own
-        self._gradient: Tensor | None = None  # reused: allocating it takes longer than writing to it
-        self._promises: list[tuple[Future, Tensor, list[slice], list[Tensor]]] = []
+        self._promises: list[tuple[Future, Tensor, Parts]] = []
 
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
@@ -55,45 +53,59 @@ class BucketHook:
         buffer = bucket.buffer()
         if bucket.index() == 0:  # a new iteration, even if the last one was refused halfway
             self._promises = []
-            if self._gradient is None or self._gradient.device != buffer.device:
-                self._gradient = buffer.new_zeros(self._dim, dtype=self._dtype)
         where = [self._places[id(parameter)][1] for parameter in bucket.parameters()]
-        gradients = bucket.gradients()  # views of the buffer
-        for place, gradient in zip(where, gradients, strict=True):
-            self._gradient[place].view_as(gradient).copy_(gradient)
         promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._promises.append((promise, buffer, where, gradients))
+        self._promises.append((promise, buffer, list(zip(where, bucket.gradients(), strict=True))))
         if bucket.is_last():
-            mean = self._averaged()
-            for kept, buffer, where, gradients in self._promises:
-                for place, gradient in zip(where, gradients, strict=True):
-                    gradient.copy_(mean[place].view_as(gradient))
+            self._average_all([part for _, _, parts in self._promises for part in parts])
+            for kept, buffer, _ in self._promises:
                 kept.set_result(buffer)
             self._promises = []
         return promise
 
-    def _averaged(self) -> Tensor:
+    def _average_all(self, parts: Parts) -> None:
         """A gradient that is not finite on one process is refused on all. If the hook raised an error, DDP would wait
         for its buckets for ever: it gets NaN instead, and the backward pass fails once DDP is done."""
         try:
-            with self._waiting():
-                return self._average(self._gradient)
+            with self._waiting(parts):
+                self._average(parts)
         except NotFiniteError as error:
             after_backward(partial(_fail, error))
-            return torch.full_like(self._gradient, torch.nan)
+            for _, gradient in parts:
+                gradient.fill_(torch.nan)
 
-    def _waiting(self) -> AbstractContextManager:
+    def _waiting(self, parts: Parts) -> AbstractContextManager:
         """Let what is owed to parameters that no process has used wait. Their gradients are zero, whatever is left in
         `.grad`, which DDP has put into their buckets."""
         if self._used is None:
             return nullcontext()
-        mine = torch.tensor([[name in self._used for name in self._places]], device=self._gradient.device)
+        mine = torch.tensor([[name in self._used for name in self._places]], device=parts[0][1].device)
         anywhere = self._debtor.group.gather(mine.to(torch.uint8)).any(0).tolist()
         unused = [place for (_, place), used in zip(self._places.values(), anywhere, strict=True) if not used]
-        for place in unused:
-            self._gradient[place] = 0
+        for place, gradient in parts:
+            if place in unused:
+                gradient.zero_()
         self._used.clear()
         return self._debtor.holding_back(unused)
+
+
+class Collected:
+    """Averages a gradient that is in parts. `average`: this process's whole gradient [dim] -> the mean [dim]."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], average: Callable[[Tensor], Tensor]) -> None:
+        self._average, self._dtype = average, common_dtype(parameters)  # each bucket has its own
+        self._dim = sum(parameter.numel() for parameter in parameters)
+        self._gradient: Tensor | None = None  # reused: allocating it takes longer than writing to it
+
+    def __call__(self, parts: Parts) -> None:
+        device = parts[0][1].device
+        if self._gradient is None or self._gradient.device != device:
+            self._gradient = torch.zeros(self._dim, dtype=self._dtype, device=device)
+        for place, gradient in parts:
+            self._gradient[place].view_as(gradient).copy_(gradient)
+        mean = self._average(self._gradient)
+        for place, gradient in parts:
+            gradient.copy_(mean[place].view_as(gradient))
 
 
 class Debtor(Protocol):

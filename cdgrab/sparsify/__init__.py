@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
-from cdgrab.runtime.ddp import BucketHook
+from cdgrab.runtime.ddp import BucketHook, common_dtype
 from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
 from cdgrab.sparsify.averager import SparseAverager as SparseAverager
 from cdgrab.sparsify.base import Sparsifier, Stats
@@ -59,12 +60,12 @@ def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGr
 class Hook(BucketHook):
     """Averages the gradients of a DistributedDataParallel model with a sparsifier; see `ddp_hook`.
 
-    Thresholds and partitions only make sense for the whole gradient, so it is collected first. Residuals belong to
-    coordinates of that vector, so DDP may regroup its buckets.
+    Thresholds and partitions only make sense for the whole gradient, so it waits for the last bucket. Residuals belong
+    to coordinates of that vector, so DDP may regroup its buckets.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Sparsifier) -> None:
-        super().__init__(parameters, lambda gradient: sparsifier.reduce(gradient[None]), sparsifier)
+        super().__init__(parameters, partial(sparsifier.reduce_parts, dtype=common_dtype(parameters)), sparsifier)
         self.sparsifier = sparsifier
         self.state_dict, self.load_state_dict = sparsifier.state_dict, sparsifier.load_state_dict
 
