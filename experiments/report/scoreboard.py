@@ -98,7 +98,7 @@ def page(studies: Mapping[str, Study]) -> str:
             *bench_claims.overhead(),
             *bench_claims.traffic(),
         ],
-        "ExDyna": [*_answered(EXDYNA, studies), SPEED],
+        "ExDyna": [*_answered(EXDYNA, studies), SPEED, *bench_claims.speed()],
     }
     tables = {title: markdown([row.cells(_drawn) for row in rows]) for title, rows in sections.items() if rows}
     if compared := list(levels(runs)):

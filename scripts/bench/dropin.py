@@ -34,7 +34,7 @@ from cdgrab import CdgrabError, OrderedBatchSampler
 from experiments.report.statistics import paired_p
 from experiments.studies.timing import finish_on, under_torchrun
 from experiments.training.memory import return_freed_memory
-from scripts.bench import link
+from scripts.bench import hosts
 from scripts.bench.measure import report, summary
 from scripts.bench.memory import load_code, peak
 from scripts.bench.models import MODELS, Trained
@@ -100,7 +100,7 @@ def _steps(case: Case, device: str, size: str) -> dict:
     row = {"device": device, "what": "step", "model": case.model, "processes": case.processes}
     row |= {"sketch": case.sketch} if case.sketch != "none" else {}
     row |= {"gigabits": case.gigabits} if case.gigabits else {}
-    if case.gigabits and (reason := link.why_not()):
+    if case.gigabits and (reason := hosts.why_not()):
         return row | {"skipped": reason}
     steps = max(STEPS["smoke"], STEPS[size] // SLOWER.get(case.model, 1))
     seconds = SECONDS[size] * (ON_GPU if device == "cuda" else 1.0)
@@ -124,8 +124,8 @@ def _steps(case: Case, device: str, size: str) -> dict:
 
 def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
     """What each process finds. On a CPU only new processes tell the memory of each script by itself."""
-    with link.hosts(case.processes, case.gigabits * 1e9) if case.gigabits else contextlib.nullcontext():
-        start = link.run_on_hosts if case.gigabits else under_torchrun
+    with hosts.hosts(case.processes, case.gigabits * 1e9) if case.gigabits else contextlib.nullcontext():
+        start = hosts.run_on_hosts if case.gigabits else under_torchrun
 
         def run(scripts: tuple[str, ...], *limits: object) -> list[dict]:
             arguments = (",".join(scripts), case.model, device, case.sketch, *limits)

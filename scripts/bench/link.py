@@ -1,114 +1,150 @@
-"""Hosts that are network namespaces of this machine, joined by links of limited speed.
+"""Training over links of limited speed: what a step takes with DDP, PyTorch's own hooks, sparsifiers and CD-GraB.
 
-Each has a card eth0, whose other end lies in a switch: a namespace of its own. `tc` limits what a host sends at its
-card, and what it receives at the switch's end. Needs root and the commands ip and tc.
+4 processes in network namespaces (needs root) train the same model by DistributedDataParallel. The methods take turns
+within one start of the processes, one round of turns after the other; `ratio` is a method's time over DDP's in the same
+round. Bytes are those of the kernel's counters, of the process that sends most. All processes share this machine's
+cores, so that computing costs more than on hosts of their own. Therefore a row also has the seconds of a step without
+any exchange, those that the link takes for the bytes at full speed, and those of a processor: for all that a process
+does, for what a sparsifier's hook does, and for selecting (means over the processes).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
+import statistics
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+import time
+from collections.abc import Iterator
 
-from cdgrab.errors import CdgrabError
-from experiments.store.files import ROOT
+import torch
+import torch.distributed as dist
 
-SWITCH, PORT = "cdgrab-switch", 29400
-BURST_SECONDS = 2e-3  # of full speed, after a pause: less than a timer's tick would keep the link from its rate
+from experiments.report.figures_link import ALONE, PLAIN
+from scripts.bench import hosts
+from scripts.bench.link_methods import FIRST_STEPS, MODELS, Contender, Method, Sparse, contenders
+from scripts.bench.measure import report, rounded, summary
 
-
-def host(rank: int) -> str:
-    return f"cdgrab-host{rank}"
-
-
-def address(rank: int) -> str:
-    return f"10.78.0.{rank + 1}"
-
-
-@cache
-def why_not() -> str:
-    """The reason why there can be no such hosts here; empty if there can."""
-    missing = [command for command in ("ip", "tc") if not shutil.which(command)]
-    if missing:
-        return f"the command {missing[0]} is not installed"
-    if os.geteuid():
-        return "making network namespaces needs root"
-    try:
-        with hosts(1, 1e9):
-            return ""
-    except CdgrabError as error:
-        return str(error)
+PROCESSES = 4
+TRAINED = {"smoke": ("LSTM",), "quick": tuple(MODELS), "full": tuple(MODELS)}
+LINKS = {  # Gbit/s and ms one way, the fastest first: there the methods warm up
+    "smoke": ((1.0, 0.0),),
+    "quick": ((10.0, 0.0), (1.0, 0.0)),
+    "full": ((10.0, 0.0), (1.0, 0.0), (0.1, 0.0), (1.0, 0.1), (1.0, 1.0)),
+}
+SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 60.0}  # of all rounds over one link, but there are at least
+FEWEST = {"smoke": 1, "quick": 2, "full": 4}
+MOST_ROUNDS, MOST_STEPS = 30, 8
+TURN_SECONDS = 0.3  # of DDP: short steps are measured several at a time
 
 
-@contextmanager
-def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0) -> Iterator[None]:
-    """So many hosts, for as long as this lasts. The delay is that of one way; many kernels cannot delay."""
-    names = [SWITCH, *map(host, range(count))]
+def measure(device: str, size: str) -> Iterator[dict]:
+    if reason := "links are limited between processes on CPUs" if device != "cpu" else hosts.why_not():
+        print(f"  skipped: {reason}")
+        return
+    possible = [link for link in LINKS[size] if not hosts.why_not(link[1])]
+    for model in TRAINED[size]:
+        with hosts.hosts(PROCESSES, possible[0][0] * 1e9):
+            arguments = (model, size, *(f"{gigabits}/{delay}" for gigabits, delay in possible))
+            every = hosts.run_on_hosts("scripts.bench.link", PROCESSES, arguments)
+        for number, (gigabits, delay) in enumerate(possible):
+            where = {"device": device, "model": model, "link": gigabits, "delay": delay}
+            yield from (where | row for row in _rows([found[number] for found in every], gigabits))
+    for gigabits, delay in LINKS[size]:
+        if (gigabits, delay) not in possible:
+            yield {"device": device, "link": gigabits, "delay": delay, "skipped": hosts.why_not(delay)}
+
+
+def describe(row: dict) -> str:
+    where = f"links of {row['link']:g} Gbit/s" + f", {row['delay']:g} ms" * bool(row["delay"])
+    if "skipped" in row:
+        return f"{where}: skipped, {row['skipped']}"
+    density = f" at {row['density']:g}" if row["density"] else ""
+    return (
+        f"{row['model']}, {where}, {row['method']}{density}: {row['seconds_per_step']:.3g} s a step, "
+        f"{row['ratio']:.3g} of DDP's, {row['bytes_per_step'] / 1e6:.3g} MB"
+    )
+
+
+def _rows(every: list[dict], gigabits: float) -> Iterator[dict]:
+    """every: what each process found, the first one's clock counts."""
+    (found, *_), names = every, list(every[0]["turns"])
+    seconds = {name: [turn["seconds"] for turn in found["turns"][name]] for name in names}
     for name in names:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True)  # of a run that was killed
-    try:
-        for name in names:
-            _do("ip", "netns", "add", name)
-            _do("ip", "-n", name, "link", "set", "lo", "up")
-        _do("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
-        _do("ip", "-n", SWITCH, "link", "set", "bridge", "up")
-        for rank in range(count):
-            _join(rank, bits_per_second, delay_ms)
-        yield
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        method, density = found["methods"][name]
+        ratios = [mine / plain for mine, plain in zip(seconds[name], seconds[PLAIN], strict=True)]
+        sent = max(_mean(one["turns"][name], "bytes") for one in every)
+        row = {"method": method, "density": density, "parameters": found["parameters"]}
+        row |= summary("seconds_per_step", seconds[name]) | summary("ratio", ratios) | {"bytes_per_step": round(sent)}
+        row["link_seconds"] = rounded(sent * 8 / (gigabits * 1e9))
+        row["alone_seconds"] = rounded(statistics.median(seconds[ALONE]))
+        row["cpu_seconds"] = rounded(statistics.mean(_mean(one["turns"][name], "cpu") for one in every))
+        for key in found["sparse"].get(name, ()):
+            row[key] = rounded(statistics.mean(one["sparse"][name][key] for one in every))
+        yield row | {"rounds": len(ratios), "steps": found["steps"]}
 
 
-def _join(rank: int, bits_per_second: float, delay_ms: float) -> None:
-    name, end = host(rank), f"to{rank}"
-    _do("ip", "-n", SWITCH, "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
-    _do("ip", "-n", SWITCH, "link", "set", end, "master", "bridge", "up")
-    _do("ip", "-n", name, "address", "add", f"{address(rank)}/24", "dev", "eth0")
-    _do("ip", "-n", name, "link", "set", "eth0", "up")
-    for space, card in ((name, "eth0"), (SWITCH, end)):
-        where = ("tc", "-n", space, "qdisc", "add", "dev", card)
-        burst = max(2**16, round(bits_per_second / 8 * BURST_SECONDS))
-        limit = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms")
-        _do(*where, "root", "handle", "1:", *limit)
-        if delay_ms and card == "eth0":
-            _do(*where, "parent", "1:", "netem", "delay", f"{delay_ms}ms")
+def _mean(turns: list[dict], key: str) -> float:
+    return statistics.mean(turn[key] for turn in turns)
 
 
-def sent_bytes(rank: int) -> int:
-    """That this host has sent, as the kernel counts them."""
-    (card,) = json.loads(_do("ip", "-n", host(rank), "-s", "-j", "link", "show", "eth0"))
-    return card["stats64"]["tx"]["bytes"]
+# -- in every process --------------------------------------------------------------------------------------------------
 
 
-def run_on_hosts(module: str, count: int, arguments: Sequence[object]) -> list:
-    """What `python -m module FILE arguments…` writes to FILE<rank> as JSON on each host, in rank order."""
-    with tempfile.TemporaryDirectory() as scratch:
-        target, processes = Path(scratch) / "found", []
-        for rank in range(count):
-            meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
-            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-            command = ["ip", "netns", "exec", host(rank), sys.executable, "-m", module, str(target)]
-            environment = os.environ | meeting | place | {"PYTHONPATH": str(ROOT)}
-            processes.append(subprocess.Popen([*command, *map(str, arguments)], cwd=ROOT, env=environment))
-        try:
-            if any([process.wait() for process in processes]):
-                raise CdgrabError(f"{module} failed on {count} hosts; its message is above")
-        finally:
-            for process in processes:
-                process.kill()
-        return [json.loads(Path(f"{target}{rank}").read_text()) for rank in range(count)]
+def turn(contender: Contender, steps: int) -> dict[str, float]:
+    """Seconds, seconds of a processor and bytes, each per step."""
+    contender.begin()
+    before = hosts.sent_bytes(dist.get_rank())
+    dist.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        contender.step()
+    dist.barrier()
+    spent = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    spent["bytes"] = hosts.sent_bytes(dist.get_rank()) - before
+    return {key: value / steps for key, value in spent.items()}
 
 
-def _do(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise CdgrabError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+def in_rounds(made: dict[Method, Contender], size: str, say: str) -> dict:
+    """What this process finds over one link. The first round does not count; it tells how many there will be."""
+    names = {_name(method): method for method in made}
+    first = {name: turn(made[method], 1)["seconds"] for name, method in names.items()}
+    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / first[PLAIN])))
+    rounds = max(FEWEST[size], min(MOST_ROUNDS, int(SECONDS[size] / (steps * sum(first.values())))))
+    agreed = torch.tensor([steps, rounds])
+    dist.broadcast(agreed, 0)
+    steps, rounds = agreed.tolist()
+    sparse = {name: made[method] for name, method in names.items() if isinstance(made[method], Sparse)}
+    for contender in sparse.values():
+        contender.forget()
+    turns: dict[str, list[dict]] = {name: [] for name in names}
+    for number in range(1, rounds + 1):
+        start = time.perf_counter()
+        for name, method in names.items():
+            turns[name].append(turn(made[method], steps))
+        if dist.get_rank() == 0:
+            print(f"    {say}: round {number} of {rounds}, {time.perf_counter() - start:.1f} s", flush=True)
+    means = {name: contender.means() for name, contender in sparse.items()}
+    return {"turns": turns, "steps": steps, "methods": names, "sparse": means}
+
+
+def _name(method: Method) -> str:
+    return method[0] if method[1] is None else f"{method[0]} {method[1]:g}"
+
+
+def main(target: str, model: str, size: str, *links: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    made, found = contenders(model), []
+    for contender in made.values():
+        contender.begin()
+        for _ in range(FIRST_STEPS):
+            contender.step()
+    for gigabits, delay in (map(float, link.split("/")) for link in links):
+        hosts.limit(dist.get_rank(), gigabits * 1e9, delay)
+        dist.barrier()
+        found.append(in_rounds(made, size, f"{model}, {gigabits:g} Gbit/s" + f", {delay:g} ms" * bool(delay)))
+    parameters = sum(p.numel() for p in MODELS[model].make().parameters())
+    report(target, [one | {"parameters": parameters} for one in found])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""Training over links of limited speed (`make bench BENCH=link`): seconds per step by bandwidth, which method wins, and
+what stands in the way of ExDyna."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from experiments.report import plots
+from experiments.report.figures_bench import caption
+from experiments.report.kinds import Figure
+from experiments.report.text import enumerated
+from experiments.store.bench import read_rows
+
+PLAIN, ALONE, CD_GRAB = "DDP", "no exchange", "CD-GraB"
+EXDYNA, PUBLISHED = "ExDyna", "ExDyna as published"
+LARGE, SPARSE, GIGABIT = "transformer", 0.001, 1.0  # where ExDyna should be so many
+TIMES = 3.0  # times as fast as DDP
+COLOURS = {
+    **{PLAIN: "black", ALONE: "0.7", "fp16": "#8c6d46", "PowerSGD, rank 1": "#3465a4", "PowerSGD, rank 4": "#729fcf"},
+    **{CD_GRAB: "#7b5ea7", "Top-k": "#e69f00", "CLT-k": "#b5bd00", "DEFT": "#4e9a06", "SIDCo": "#009e9e"},
+    **{"MiCRO": "#e377c2", EXDYNA: "#c4322b", PUBLISHED: "#ef7d76"},
+}
+
+
+def measured(device: str = "cpu", **wanted: object) -> list[dict]:
+    """Rows without those that were skipped."""
+    rows = [row for row in read_rows("link") if row["device"] == device and "skipped" not in row]
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def skipped(device: str) -> list[str]:
+    """What was not measured, and why."""
+    rows = [row for row in read_rows("link") if row["device"] == device and "skipped" in row]
+    return [f"{_link(row)}: not measured, {row['skipped']}" for row in rows]
+
+
+def name(row: dict) -> str:
+    return f"{row['method']}, {row['density']:g}" if row["density"] else row["method"]
+
+
+@plots.styled
+def links(device: str) -> Figure:
+    """Seconds per step against the speed of the links, one panel per model; dashed: the lower density."""
+    rows = measured(device, delay=0.0)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = plots.panels(1, len(models), 3.3 * len(models), 3.9)
+    for panel, model in zip(axes[0], models, strict=True):
+        here = [row for row in rows if row["model"] == model]
+        for method in dict.fromkeys(map(name, here)):
+            line = sorted((row for row in here if name(row) == method), key=lambda row: row["link"])
+            style = {"color": COLOURS[line[0]["method"]], "ls": plots.DASHED if line[0]["density"] == SPARSE else "-"}
+            seconds = [row["seconds_per_step"] for row in line]
+            panel.plot([row["link"] for row in line], seconds, label=method, **plots.DOTS, **style)
+        plots.log_x(panel, sorted({row["link"] for row in here}), "Gbit/s")
+        plots.log_ticks(panel.yaxis)
+        panel.set_title(f"{model}, {_millions(here[0])}")
+    axes[0][0].set_ylabel("seconds per step")
+    return plots.finish(figure, "A step of 4 processes over limited links", caption("link", device))
+
+
+def winners(device: str) -> Iterator[str]:
+    """A sentence for each model and link: the fastest method, and the fastest sparsifier."""
+    for rows in together(measured(device)):
+        able = sorted((row for row in rows if row["method"] != ALONE), key=lambda row: row["seconds_per_step"])
+        first, sparse = able[0], next(row for row in able if row["density"])
+        equal = [name(row) for row in able[1:] if row["ratio_quartiles"][0] <= first["ratio_quartiles"][1]]
+        sentence = f"{place(first)}: {_speed(first)}"
+        sentence += f" (not told apart from it: {enumerated(equal)})" if equal else ""
+        yield sentence + ("." if sparse is first else f"; of the sparsifiers {_speed(sparse)}.")
+
+
+def standing_in_the_way(row: dict) -> str:
+    """What the seconds of a step consist of. Steps, links and processors overlap, so they do not add up exactly."""
+    cores = f"{row['hook_cpu_seconds']:.3g} s of a processor are the hook's own work on each process"
+    return (
+        f"{row['seconds_per_step']:.3g} s a step: {row['alone_seconds']:.3g} s is a step without any exchange, "
+        f"{row['link_seconds']:.3g} s is what the link takes for its {row['bytes_per_step'] / 1e6:.3g} MB, {cores}, "
+        f"{row['selecting_cpu_seconds']:.3g} s of them selecting"
+    )
+
+
+def sought() -> Iterator[tuple[str, str, str]]:
+    """Where ExDyna should be TIMES as fast as DDP: what was measured, what was wanted, and what came of it."""
+    for row in measured(model=LARGE, link=GIGABIT, delay=0.0, method=EXDYNA, density=SPARSE):
+        high, low = row["ratio_quartiles"]
+        yield (
+            f"a step of {place(row)} with {EXDYNA} at {SPARSE:g}, 4 processes, against DDP",
+            f"at least {TIMES:g} times as fast",
+            f"{1 / row['ratio']:.3g} times, quartiles {1 / low:.3g} and {1 / high:.3g}; {standing_in_the_way(row)}",
+        )
+
+
+def together(rows: list[dict]) -> Iterator[list[dict]]:
+    """Those of one model and link."""
+    for key in dict.fromkeys((row["model"], row["link"], row["delay"]) for row in rows):
+        yield [row for row in rows if (row["model"], row["link"], row["delay"]) == key]
+
+
+def place(row: dict) -> str:
+    return f"{row['model']} ({_millions(row)}) over {_link(row)}"
+
+
+def _speed(row: dict) -> str:
+    return f"{name(row)}, {row['seconds_per_step']:.3g} s a step, {1 / row['ratio']:.3g} times as fast as DDP"
+
+
+def _link(row: dict) -> str:
+    return f"{row['link']:g} Gbit/s" + f" with a delay of {row['delay']:g} ms" * bool(row["delay"])
+
+
+def _millions(row: dict) -> str:
+    return f"{row['parameters'] / 1e6:.3g} M parameters"

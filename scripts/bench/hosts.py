@@ -1,0 +1,127 @@
+"""Hosts that are network namespaces of this machine, joined by links of limited speed.
+
+Each has a card eth0, whose other end lies in a switch: a namespace of its own. `tc` limits what a host sends at its
+card, and what it receives at the switch's end. Needs root and the commands ip and tc.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from cdgrab.errors import CdgrabError
+from experiments.store.files import ROOT
+
+SWITCH, PORT = "cdgrab-switch", 29400
+LOCK = Path("/run/cdgrab-hosts.lock")  # their names are those of the whole machine
+BURST_SECONDS = 2e-3  # of full speed, after a pause: less than a timer's tick would keep the link from its rate
+
+
+def host(rank: int) -> str:
+    return f"cdgrab-host{rank}"
+
+
+def address(rank: int) -> str:
+    return f"10.78.0.{rank + 1}"
+
+
+@cache
+def why_not(delay_ms: float = 0.0) -> str:
+    """The reason why there can be no such hosts here, or none with this delay; empty if there can."""
+    missing = [command for command in ("ip", "tc") if not shutil.which(command)]
+    if missing:
+        return f"the command {missing[0]} is not installed"
+    if os.geteuid():
+        return "making network namespaces needs root"
+    try:
+        with hosts(1, 1e9, delay_ms):
+            return ""
+    except CdgrabError as error:
+        return str(error)
+
+
+@contextmanager
+def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0) -> Iterator[None]:
+    """So many hosts, for as long as this lasts. The delay is that of one way; many kernels cannot delay."""
+    names = [SWITCH, *map(host, range(count))]
+    with LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CdgrabError("another process has such hosts; try again later") from error
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)  # of a run that was killed
+        try:
+            for name in names:
+                _do("ip", "netns", "add", name)
+                _do("ip", "-n", name, "link", "set", "lo", "up")
+            _do("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+            _do("ip", "-n", SWITCH, "link", "set", "bridge", "up")
+            for rank in range(count):
+                _join(rank)
+                limit(rank, bits_per_second, delay_ms)
+            yield
+        finally:
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _join(rank: int) -> None:
+    name, end = host(rank), f"to{rank}"
+    _do("ip", "-n", SWITCH, "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+    _do("ip", "-n", SWITCH, "link", "set", end, "master", "bridge", "up")
+    _do("ip", "-n", name, "address", "add", f"{address(rank)}/24", "dev", "eth0")
+    _do("ip", "-n", name, "link", "set", "eth0", "up")
+
+
+def limit(rank: int, bits_per_second: float, delay_ms: float = 0.0) -> None:
+    """The link of this host from now on; its own processes may call this, too."""
+    burst = max(2**16, round(bits_per_second / 8 * BURST_SECONDS))
+    rate = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms")
+    for space, card in ((host(rank), "eth0"), (SWITCH, f"to{rank}")):
+        queue = ("tc", "-n", space, "qdisc")
+        subprocess.run([*queue, "delete", "dev", card, "root"], capture_output=True)  # there may be none
+        _do(*queue, "add", "dev", card, "root", "handle", "1:", *rate)
+        if delay_ms and card == "eth0":
+            _do(*queue, "add", "dev", card, "parent", "1:", "netem", "delay", f"{delay_ms}ms")
+
+
+def sent_bytes(rank: int) -> int:
+    """That this host has sent, as the kernel counts them."""
+    (card,) = json.loads(_do("ip", "-n", host(rank), "-s", "-j", "link", "show", "eth0"))
+    return card["stats64"]["tx"]["bytes"]
+
+
+def run_on_hosts(module: str, count: int, arguments: Sequence[object]) -> list:
+    """What `python -m module FILE arguments…` writes to FILE<rank> as JSON on each host, in rank order."""
+    with tempfile.TemporaryDirectory() as scratch:
+        target, processes = Path(scratch) / "found", []
+        for rank in range(count):
+            meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
+            command = ["ip", "netns", "exec", host(rank), sys.executable, "-m", module, str(target)]
+            environment = os.environ | meeting | place | {"PYTHONPATH": str(ROOT)}
+            processes.append(subprocess.Popen([*command, *map(str, arguments)], cwd=ROOT, env=environment))
+        try:
+            if any([process.wait() for process in processes]):
+                raise CdgrabError(f"{module} failed on {count} hosts; its message is above")
+        finally:
+            for process in processes:
+                process.kill()
+        return [json.loads(Path(f"{target}{rank}").read_text()) for rank in range(count)]
+
+
+def _do(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CdgrabError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

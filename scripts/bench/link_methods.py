@@ -1,0 +1,191 @@
+"""Models that are trained over links of limited speed, and the ways to average their gradients that take turns."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from cdgrab import OrderedBatchSampler
+from cdgrab.runtime.group import one_worker_per_process
+from cdgrab.sparsify import Hook, sparsifier_of
+from experiments.report.figures_link import ALONE, CD_GRAB, EXDYNA, PLAIN, PUBLISHED
+from experiments.tasks.cifar10_models import ResNet18
+from experiments.tasks.lstm_wiki2 import TiedLstm
+from experiments.tasks.tiny_gpt2 import TinyGpt2
+from scripts.bench.models import Examples
+
+BATCHES = 16  # of each process: an epoch of CD-GraB
+FIRST_STEPS = 3  # of every method before it is measured: in the first two PowerSGD sends everything
+SPARSIFIERS = {
+    **{"Top-k": "topk", "CLT-k": "cltk", "DEFT": "deft", "SIDCo": "sidco", "MiCRO": "micro"},
+    **{EXDYNA: "exdyna", PUBLISHED: "exdyna"},
+}
+SPARSER = ("Top-k", EXDYNA, PUBLISHED)  # at the lower density, too
+DENSITIES = (0.01, 0.001)
+RANKS = (1, 4)  # of PowerSGD
+Method = tuple[str, float | None]  # a name, and the density that is wanted
+
+
+class Lstm(TiedLstm):
+    """Word numbers [columns, time] -> scores [columns, time, words]; it begins without a state."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words.T, None)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """shape: of an example's input; words: there are so many, if inputs are words, each with a label."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    words: int = 0
+
+    def examples(self) -> Examples:
+        """Made up: what they say does not matter here."""
+        shape = (BATCHES * dist.get_world_size(), *self.shape)
+        if self.words:
+            return Examples(torch.randint(self.words, shape), torch.randint(self.words, shape))
+        return Examples(torch.randn(shape), torch.randint(10, shape[:1]))
+
+
+MODELS = {  # batches of one small example: they leave little to compute between two exchanges
+    "LSTM": Trained(lambda: Lstm(33_278, 32, 2), (8,), words=33_278),  # WikiText-2's words
+    "ResNet-18": Trained(ResNet18, (3, 16, 16)),
+    "transformer": Trained(lambda: TinyGpt2(5000, width=512, layers=7, heads=8), (8,), words=5000),
+}
+
+
+def methods() -> list[Method]:
+    """In the order in which they take turns."""
+    hooks = ["fp16", *(f"PowerSGD, rank {rank}" for rank in RANKS)]
+    sparse = [(name, d) for d in DENSITIES for name in SPARSIFIERS if d == DENSITIES[0] or name in SPARSER]
+    return [*((name, None) for name in (ALONE, PLAIN, *hooks, CD_GRAB)), *sparse]
+
+
+class Training:
+    """A model by DDP, its optimiser and its batches. hook: what averages its gradients; None: DDP itself."""
+
+    def __init__(self, trained: Trained) -> None:
+        torch.manual_seed(0)  # the same model and data on all processes
+        self._data, self.hook = trained.examples(), None
+        self.model = DistributedDataParallel(trained.make())
+        self._optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._load({"sampler": DistributedSampler(self._data)})
+
+    def take_hooks(self) -> None:
+        """DDP takes one hook for good: this one passes on to `hook`, which may change."""
+        self.model.register_comm_hook(self, Training._pass_on)
+
+    def _pass_on(self, bucket):  # DDP inspects the signature
+        return self.hook(bucket)
+
+    def let_cd_grab_order(self) -> None:
+        sampler = OrderedBatchSampler(self._data, 1)
+        sampler.attach(self.model)
+        self._load({"batch_sampler": sampler})
+
+    def step(self, exchange: bool = True) -> None:
+        inputs, labels = next(self._batches)
+        self._optimiser.zero_grad()
+        self.model.require_backward_grad_sync = exchange  # as `no_sync` does
+        F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten()).backward()
+        self._optimiser.step()
+
+    def _load(self, order: dict) -> None:
+        loader = DataLoader(self._data, collate_fn=lambda batch: batch, **order)
+        self._batches = itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+class Contender:
+    """A method. `step` trains for one step, `begin` is called before some."""
+
+    def __init__(self, training: Training, hook: Callable | None = None, exchange: bool = True) -> None:
+        self._training, self._hook, self._exchange = training, hook, exchange
+
+    def begin(self) -> None:
+        self._training.hook = self._hook
+
+    def step(self) -> None:
+        self._training.step(self._exchange)
+
+
+class Sparse(Contender):
+    """sent: actual densities, step by step. working, selecting: seconds of a processor, for all that the hook does in
+    this thread, and for selecting; neither counts waiting for others.
+
+    guide: a threshold of the paper's kind would take hundreds of steps to get near the wanted density. It begins every
+    turn with the threshold of this other one, which counts, so that both send about as much.
+    """
+
+    def __init__(self, training: Training, name: str, density: float, guide: Sparse | None = None) -> None:
+        parameters = list(training.model.parameters())
+        options = {"rule": "paper", "threshold": "paper"} if guide else {}
+        group = one_worker_per_process()
+        self.sparsifier = sparsifier_of(parameters, SPARSIFIERS[name], group, density=density, **options)
+        self.sparsifier.prepare = self._timed(self.sparsifier.prepare, "selecting")
+        self.sparsifier.select = self._timed(self.sparsifier.select, "selecting")
+        self._guide = guide
+        self.forget()
+        super().__init__(training, self._timed(Hook(parameters, self.sparsifier).communicate, "working"))
+
+    def forget(self) -> None:
+        self.sent: list[float] = []
+        self.working = self.selecting = 0.0
+
+    def means(self) -> dict[str, float]:
+        """Per step since `forget`."""
+        steps = len(self.sent)
+        by_step = {"hook_cpu_seconds": self.working / steps, "selecting_cpu_seconds": self.selecting / steps}
+        return by_step | {"sent_density": sum(self.sent) / steps}
+
+    def begin(self) -> None:
+        super().begin()
+        if self._guide:
+            self.sparsifier._value = self._guide.sparsifier.stats.threshold
+
+    def step(self) -> None:
+        super().step()
+        self.sent.append(self.sparsifier.stats.density)
+
+    def _timed(self, call: Callable, what: str) -> Callable:
+        def timed(argument: object) -> object:
+            start = time.thread_time()
+            try:
+                return call(argument)
+            finally:
+                setattr(self, what, getattr(self, what) + time.thread_time() - start)
+
+        return timed
+
+
+def contenders(name: str) -> dict[Method, Contender]:
+    """Three models: DDP's own, one for all hooks in turn, and CD-GraB's."""
+    plain, hooked, ordered = (Training(MODELS[name]) for _ in range(3))
+    hooked.take_hooks()
+    ordered.let_cd_grab_order()
+    made: dict[Method, Contender] = {
+        (ALONE, None): Contender(plain, exchange=False),
+        (PLAIN, None): Contender(plain),
+        ("fp16", None): Contender(hooked, partial(default_hooks.fp16_compress_hook, None)),
+        (CD_GRAB, None): Contender(ordered),
+    }
+    for rank in RANKS:
+        state = PowerSGDState(None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)  # gradients may be 0
+        made[f"PowerSGD, rank {rank}", None] = Contender(hooked, partial(powerSGD_hook, state))
+    for sparsifier, density in (method for method in methods() if method[1]):
+        guide = made[EXDYNA, density] if sparsifier == PUBLISHED else None
+        made[sparsifier, density] = Sparse(hooked, sparsifier, density, guide)
+    return {method: made[method] for method in methods()}

@@ -1,0 +1,167 @@
+"""Training over limited links: the links, one process's share of the benchmark, and what is said about its rows."""
+
+import json
+import subprocess
+import sys
+
+import IPython.display as notebook_display
+import pytest
+
+from experiments.report import bench_claims, figures_link, plots
+from experiments.report.notebook import FOLDER
+from experiments.store import bench as bench_results
+from scripts.bench import hosts, link, link_methods
+from scripts.bench.__main__ import main
+from scripts.check_results import code_cells
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server(("10.78.0.1", 5000))
+print("ready", flush=True)
+talk, left = server.accept()[0], int(sys.argv[1])
+start = time.perf_counter()
+while left:
+    left -= len(talk.recv(left))
+print(time.perf_counter() - start)
+"""
+SEND = "import socket, sys; socket.create_connection(('10.78.0.1', 5000)).sendall(bytes(int(sys.argv[1])))"
+
+
+def test_links_keep_their_limit_and_count_their_bytes():
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    size, speed = 1_500_000, 50e6
+
+    def on_host(rank, code):
+        command = ["ip", "netns", "exec", hosts.host(rank), sys.executable, "-S", "-c", code, str(size)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with hosts.hosts(2, 1e9):
+        for rank in range(2):
+            hosts.limit(rank, speed)
+        before = hosts.sent_bytes(1)
+        with on_host(0, RECEIVE) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            with on_host(1, SEND):
+                seconds = float(receiver.stdout.readline())
+        assert size < hosts.sent_bytes(1) - before < 1.1 * size
+        assert hosts.sent_bytes(0) < 0.1 * size
+        assert 0.9 * (size - 2 * 2**16) * 8 / speed < seconds < 3 * size * 8 / speed  # after a burst at each end
+        with pytest.raises(hosts.CdgrabError, match="another process has such hosts"), hosts.hosts(1, 1e9):
+            pass
+
+
+def test_every_method_takes_its_turns(tmp_path, monkeypatch):
+    """As one of the processes does, here the only one."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in alone.items():
+        monkeypatch.setenv(key, value)
+    calls = []
+    monkeypatch.setattr(hosts, "limit", lambda *settings: calls.append(settings))
+    monkeypatch.setattr(hosts, "sent_bytes", lambda rank: 1000 * len(calls))
+    tiny = link_methods.Trained(lambda: link_methods.TinyGpt2(50, width=16, layers=1, heads=2), (4,), words=50)
+    monkeypatch.setitem(link_methods.MODELS, "LSTM", tiny)
+    monkeypatch.setattr(link, "MOST_STEPS", 2)
+    link.main(str(tmp_path / "found"), "LSTM", "smoke", "1.0/0.0")
+    assert calls == [(0, 1e9, 0.0)]
+    rows = list(link._rows([json.loads((tmp_path / "found0").read_text())[0]] * 2, 1.0))
+    assert [(row["method"], row["density"]) for row in rows] == link_methods.methods()
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["seconds_per_step"] / rows[1]["seconds_per_step"], rel=1e-3)
+        if row["density"]:
+            assert 0 < row["selecting_cpu_seconds"] < row["hook_cpu_seconds"] < row["seconds_per_step"]
+        if row["density"] and row["method"] != "SIDCo":  # which guesses
+            assert row["density"] / 3 < row["sent_density"] < 3 * row["density"]
+
+
+def turns(seconds, sent):
+    return [{"seconds": s, "cpu": s / 2, "bytes": sent} for s in seconds]
+
+
+def test_rows_are_medians_of_rounds():
+    """The first process's clock, the bytes of the one that sends most, ratios within a round."""
+    means = {"hook_cpu_seconds": 0.1, "selecting_cpu_seconds": 0.02, "sent_density": 0.0012}
+    methods = {"DDP": ("DDP", None), "no exchange": ("no exchange", None), "ExDyna 0.001": ("ExDyna", 0.001)}
+    found = {"steps": 1, "parameters": 25_000_000, "methods": methods, "sparse": {"ExDyna 0.001": means}}
+    times = {"DDP": [1.0, 2.0, 4.0], "no exchange": [0.2] * 3, "ExDyna 0.001": [0.5, 0.5, 2.0]}
+    every = [found | {"turns": {name: turns(times[name], sent) for name in times}} for sent in (1000, 5000)]
+    every[1]["turns"]["DDP"] = turns([9.0] * 3, 10)
+    plain, _, sparse = link._rows(every, gigabits=1.0)
+    assert (plain["seconds_per_step"], plain["ratio"], plain["bytes_per_step"]) == (2.0, 1.0, 1000)
+    assert (sparse["seconds_per_step"], sparse["ratio"], sparse["ratio_quartiles"]) == (0.5, 0.5, [0.375, 0.5])
+    assert (sparse["bytes_per_step"], sparse["link_seconds"], sparse["alone_seconds"]) == (5000, 4e-5, 0.2)
+    assert sparse.items() >= means.items() and sparse["cpu_seconds"] == 0.5 and sparse["rounds"] == 3
+
+
+def made_up(method, density, seconds, *, model="transformer", gigabits=1.0, spread=0.02):
+    ratio = seconds / 2.0
+    sparse = {"hook_cpu_seconds": 0.1, "selecting_cpu_seconds": 0.02, "sent_density": density} if density else {}
+    return {
+        **{"device": "cpu", "model": model, "link": gigabits, "delay": 0.0, "method": method, "density": density},
+        **{"seconds_per_step": seconds, "ratio": ratio, "ratio_quartiles": [ratio - spread, ratio + spread]},
+        **{"parameters": 25_000_000, "bytes_per_step": 2_000_000, "link_seconds": 0.016, "alone_seconds": 0.3},
+        **{"cpu_seconds": 0.4, "rounds": 4, "steps": 1, **sparse},
+    }
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """ExDyna wins over 1 Gbit/s; over 10 Gbit/s two are equally fast."""
+    monkeypatch.setenv("CDGRAB_BENCH", str(tmp_path))
+    slow = [made_up("no exchange", None, 0.3), made_up("DDP", None, 2.0), made_up("Top-k", 0.01, 0.9)]
+    slow += [made_up("ExDyna", 0.01, 0.7), made_up("ExDyna as published", 0.01, 0.89), made_up("ExDyna", 0.001, 0.5)]
+    fast = [made_up("DDP", None, 2.0, gigabits=10.0), made_up("PowerSGD, rank 1", None, 1.99, gigabits=10.0)]
+    fast += [made_up(method, 0.01, 3.0, gigabits=10.0) for method in ("Top-k", "ExDyna", "ExDyna as published")]
+    cannot = {"device": "cpu", "link": 1.0, "delay": 0.1, "skipped": "this kernel cannot"}
+    made = {"size": "full", "machine": "a machine", "cores": 2, "load": [1.0], "ended": "2026", "commit": "abc"}
+    bench_results.write("link", "cpu", [*fast, *slow, cannot], made)
+
+
+def test_the_winner_is_named_for_every_link(results):
+    fast, slow = figures_link.winners("cpu")
+    assert fast == (
+        "transformer (25 M parameters) over 10 Gbit/s: PowerSGD, rank 1, 1.99 s a step, 1.01 times as fast as DDP (not "
+        "told apart from it: DDP); of the sparsifiers Top-k, 0.01, 3 s a step, 0.667 times as fast as DDP."
+    )
+    assert slow == ("transformer (25 M parameters) over 1 Gbit/s: ExDyna, 0.001, 0.5 s a step, 4 times as fast as DDP.")
+    assert figures_link.skipped("cpu") == ["1 Gbit/s with a delay of 0.1 ms: not measured, this kernel cannot"]
+
+
+def test_what_was_wanted_of_exdyna_is_answered(results):
+    ((what, wanted, found),) = figures_link.sought()
+    assert what.startswith("a step of transformer (25 M parameters) over 1 Gbit/s with ExDyna at 0.001")
+    assert wanted == "at least 3 times as fast" and found.startswith("4 times, quartiles 3.7 and 4.35; 0.5 s a step:")
+    assert "0.3 s is a step without any exchange, 0.016 s is what the link takes for its 2 MB" in found
+
+
+def test_speed_is_judged_against_the_fastest_other_sparsifier(results):
+    verdicts = {row.where: row.verdict for row in bench_claims.speed()}
+    where = "speed, {}, transformer (25 M parameters) over {} Gbit/s, 4 processes on one CPU"
+    assert verdicts == {
+        where.format("ExDyna as published", 10): "cannot decide",
+        where.format("ExDyna", 10): "cannot decide",
+        where.format("ExDyna as published", 1): "cannot decide",
+        where.format("ExDyna", 1): "reproduced",
+    }
+
+
+def test_every_method_is_drawn(results, monkeypatch):
+    """By the notebook, which says the sentences, too."""
+    saved, said = {}, []
+    monkeypatch.setattr(plots, "save", lambda figure, name: saved.update({name: figure}))
+    monkeypatch.setattr(notebook_display, "display", lambda shown: said.append(shown.data))
+    code = ["".join(cell["source"]) for cell in code_cells(FOLDER / "overhead.ipynb")]
+    exec("\n".join([code[0], code[-1]]), {})
+    (panel,) = saved["overhead_link-cpu"].axes
+    drawn = {line.get_label(): list(line.get_xdata()) for line in panel.lines}
+    assert drawn["DDP"] == [1.0, 10.0] and drawn["ExDyna, 0.001"] == [1.0] and len(drawn) == 7
+    assert {method for method, _ in link_methods.methods()} == set(figures_link.COLOURS)
+    assert said[0].count("\n- ") == 3 and "wanted at least 3 times as fast, found 4 times" in said[0]
+    assert said[1].count("\n| transformer") == 11
+
+
+def test_without_hosts_it_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CDGRAB_BENCH", str(tmp_path))
+    monkeypatch.setattr(hosts, "why_not", lambda delay=0.0: "making network namespaces needs root")
+    assert main(["link", "--size", "smoke", "--device", "cpu"]) == 0
+    assert "skipped: making network namespaces needs root" in capsys.readouterr().out and not list(tmp_path.iterdir())
