@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from itertools import chain, count, islice
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cdgrab import OrderedBatchSampler
+from cdgrab.errors import CdgrabError
 
 BATCH = 2
 AHEAD = st.integers(0, 9)  # batches that a loader reads ahead, as loader processes do
 FETCHED = st.integers(0, 3)  # batches that the loop itself fetches ahead
+DAMAGES = ({"more": 1}, {"ahead": 0}, {"late": [1, 2]}, {"examples": torch.full((1, 1, 2), -1)})
 
 
 class Training:
@@ -108,8 +111,8 @@ def test_epochs_one_by_one_left_early_or_only_looked_at(data, batches, ahead, fe
 @given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.booleans(), st.sampled_from([1, 2]))
 def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batches, ahead, fetch, timm, accumulate):
     """A loop that fetches ahead over the ends of epochs, like nanoGPT's, or a loader that does, like timm's."""
-    training = Training(batches, accumulate=accumulate)
-    length = len(training.sampler)
+    whole, state, used = Training(batches, accumulate=accumulate), None, []
+    length = len(whole.sampler)
     fetch = min(fetch, length - 1)
 
     def endless(training):
@@ -117,19 +120,30 @@ def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batch
             return fetched(loader(repeated(training.sampler), ahead), fetch)
         return fetched(chain.from_iterable(loader(iter(training.sampler), ahead) for _ in count()), fetch)
 
-    stop = data.draw(st.integers(0, 3 * batches)) * accumulate
+    once = data.draw(st.integers(0, 3 * batches))
+    again = once + data.draw(st.integers(0, 4))  # some batches of the epoch before may still be to be used
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "a batch had no backward")
-        whole = Training(batches, accumulate=accumulate)
         steps(whole, endless(whole), 4 * length)
-        steps(training, endless(training), stop)
-        again = Training(batches, accumulate=accumulate, state=training.sampler.state_dict())
-        steps(again, endless(again), 4 * length - stop)
-    assert training.used + again.used == whole.used
+        for stop in (once * accumulate, min(again * accumulate, 4 * length), 4 * length):
+            training = Training(batches, accumulate=accumulate, state=state)
+            steps(training, endless(training), stop - len(used))
+            state, used = training.sampler.state_dict(), used + training.used
+    assert used == whole.used
     for first in range(0, 4 * length, length):  # every batch once in every epoch
-        assert sorted(chain(*whole.used[first : first + length])) == list(range(training.examples))
+        assert sorted(chain(*whole.used[first : first + length])) == list(range(whole.examples))
     late = ahead + fetch if timm else fetch
     assert len(whole.told) == 4 * max(0, (length - late) // accumulate)  # all count but the late ones
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_state_with_damaged_batches_is_refused(damage):
+    training = Training(3)
+    steps(training, fetched(repeated(training.sampler), 2), 2)
+    state = training.sampler.state_dict()
+    assert state["fetched"]["late"] == [2]
+    with pytest.raises(CdgrabError, match="damaged"):
+        Training(3, state=state | {"fetched": state["fetched"] | damage})
 
 
 @settings(max_examples=15)

@@ -39,7 +39,7 @@ def test_the_fuzzer_sees_crashes_and_errors_of_several_lines(monkeypatch, tmp_pa
             yield lambda: {}["nothing"]
             yield lambda: (_ for _ in ()).throw(fuzz.CdgrabError("one line\nand another"))
 
-    monkeypatch.setitem(fuzz.KINDS, "broken", kinds)
+    monkeypatch.setitem(fuzz.KINDS, "broken", (kinds, 1.0))
     found = fuzz.fuzz("broken", 4, random.Random(0), tmp_path)
     assert sorted(found.values()) == [2, 2] and any("KeyError" in words for words in found)
 
@@ -70,26 +70,28 @@ def test_the_soak_draws_all_kinds_of_victims_and_disturbances():
         words = victims.SORTERS if "script" in kind else [*victims.TASKS, *victims.SORTERS, *victims.SPARSIFIERS[2:]]
         assert all(any(word in victim.words for victim in drawn) for word in words), kind
         processes = {victim.processes for victim in drawn}
-        assert processes == (
-            {2, 3, 4} if "with" in kind else {2, 4} if "several" in kind else {1 + ("launcher" in kind)}
-        )
+        several = any(word in kind for word in ("with", "several"))
+        assert processes == ({2, 3, 4} if several else {1 + ("launcher" in kind)})
     happened = [Counter(disturbances.draw(generator, processes) for _ in range(1000)) for processes in (1, 2)]
     assert happened[1].keys() == disturbances.DISTURBANCES.keys() and not happened[0]["link cut"]
 
 
-def test_the_soak_sees_statuses_tracebacks_and_numbers_that_are_wrong():
+def test_the_soak_sees_statuses_tracebacks_and_numbers_that_are_wrong(tmp_path):
     run, script = (victims.VICTIMS[kind][0](random.Random(0)) for kind in ("run", "script"))
-    for kind, statuses, printed, wrong in (
-        ("", {0}, "", None),
-        ("", {75}, "", "undisturbed: ended with {75}"),
-        ("told to end", {75, 4}, "", None),
-        ("told to end", {2}, "", "told to end: ended with {2}"),
-        ("disk full", {2}, "", None),
-        ("disk full", {2}, "Traceback", "disk full: a traceback"),
-        ("link cut", {processes.HANGS}, "", "link cut: ended with {256}, hangs"),
+    for victim, kind, statuses, printed, wrong in (
+        (run, "", {0}, "", None),
+        (run, "", {75}, "", "undisturbed: ended with {75}"),
+        (run, "told to end", {75, 4}, "", None),
+        (run, "told to end", {2}, "", "told to end: ended with {2}"),
+        (run, "disk full", {2}, "", None),
+        (run, "disk full", {2}, "Traceback", "disk full: a traceback"),
+        (run, "link cut", {processes.HANGS}, "", "link cut: ended with {256}, hangs"),
+        (script, "link cut", {1}, "Traceback", None),
+        (script, "link cut", {-signal.SIGSEGV}, "", "link cut: ended with {-11}"),
+        (script, "", {1}, "Traceback", "undisturbed: ended with {1}, a traceback"),
     ):
-        assert [wrong in words for words in soak.complaints(run, kind, statuses, printed)] == [True] * bool(wrong)
-    assert soak.complaints(script, "link cut", {1}, "Traceback") == []
+        assert [wrong in words for words in soak.complaints(victim, kind, statuses, printed)] == [True] * bool(wrong)
+    assert soak.differ(script, [tmp_path, tmp_path])  # neither has come to an end
     one, other = ({"lines": [{"loss": loss}], "weights": torch.tensor([loss])} for loss in (0.1, 0.1 + 1e-12))
     assert soak.same(one, one) and soak.same(one, other, 1e-9) and not soak.same(one, other)
 

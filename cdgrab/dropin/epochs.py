@@ -26,6 +26,11 @@ class Epochs:
         ledger.forget(ahead)
         self._late, self.began = late, -1
 
+    def late(self) -> list[Batch]:
+        """Batches of the epoch before that are still to be used, whether they were handed out or not."""
+        reader = self._ledger.reader
+        return self._ledger.outstanding.late() + (reader.late() if reader else self._late)
+
     def start(self, iterator: BatchIterator, in_order: Callable[[list[int]], list[list[int]]]) -> list[Batch]:
         """Start or continue an epoch. Returns the remaining batches; in_order: the batches of units."""
         ledger, sorter, last = self._ledger, self._ledger.sorter, self._ledger.reader

@@ -281,6 +281,10 @@ class BatchIterator(Iterator[list[int]]):
         """Whether the same generator or thread reads both, one after the other."""
         return self._reader is not None and self._reader is last._reader
 
+    def late(self) -> list[Batch]:
+        """Those still to be handed out of the epoch before that of a state."""
+        return [batch for batch in (self._batches or ())[self._next :] if batch.epoch < 0]
+
     @property
     def rest(self) -> bool:
         """Whether these are only the last batches of an epoch."""

@@ -12,6 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cdgrab.checks import MOST
 from cdgrab.runtime.fields import INT64, Field, refuse_others
@@ -19,7 +20,7 @@ from cdgrab.runtime.group import WorkerGroup
 
 
 class Batch(NamedTuple):
-    """What was handed out: the `index`-th batch of the order of `epoch`."""
+    """What was handed out: the `index`-th batch of the order of `epoch`; -1: of the one before that of a state."""
 
     epoch: int
     index: int
@@ -80,8 +81,9 @@ class Outstanding:
         self._asked += 1
 
     def late(self) -> list[Batch]:
-        """Batches of earlier iterations that are still to be used."""
-        return list(self.waiting)[self._to_drop() if self._first else 0 : self._older]
+        """Batches of earlier epochs that are still to be used."""
+        waiting, drop = list(self.waiting), self._to_drop() if self._first else 0
+        return waiting[drop : self._older] + [batch for batch in waiting[self._older :] if batch.epoch < 0]
 
     def settle(self, few: bool) -> Settled:
         """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is
@@ -121,22 +123,28 @@ class Outstanding:
         return ahead - self.ahead if held else self._older
 
 
-def saved(outstanding: Outstanding, batch_size: int, group: WorkerGroup) -> dict:
+def saved(ahead: int, late: list[Batch], batch_size: int, group: WorkerGroup) -> dict:
     """For a state, of a loop that fetches batches ahead: how many, and those of the last epoch that are still to be
     used. All processes call this."""
-    late = outstanding.late()
     rows = torch.full((1, len(late), batch_size), -1)
     for row, batch in zip(rows[0], late, strict=True):
         row[: len(batch.examples)] = torch.tensor(batch.examples)
-    return {"ahead": outstanding.ahead, "late": [batch.index for batch in late], "examples": group.gather(rows)}
+    return {"ahead": ahead, "late": [batch.index for batch in late], "examples": group.gather(rows)}
 
 
 def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[int, list[Batch]]:
     """The opposite of `saved`: how far the loop was ahead, and this process's late batches."""
-    late = state.get("late") if isinstance(state, dict) else None
-    sizes = (len(late) if isinstance(late, list) else 0,)
-    fields = {"ahead": Field((int,), least=0, most=MOST), "late": Field((int,), sizes, 0, MOST)}
-    fields["examples"] = Field(INT64, (group.workers, *sizes, batch_size), -1, examples - 1)
+    state = state if isinstance(state, dict) and state.keys() == {"ahead", "late", "examples"} else {}
+    late = state.get("late")
+    count = len(late) if isinstance(late, list) else 0
+    fields = {"ahead": Field((int,), least=1, most=MOST), "late": Field((int,), (count,), 0, MOST)}
+    sizes, words = (group.workers, count, batch_size), "-1 only after the examples of a batch"
+    fields["examples"] = Field(INT64, sizes, -1, examples - 1, _are_batches, words)
     refuse_others("this state of a sampler", state, fields)
     rows = state["examples"][group.rank]
     return state["ahead"], [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, rows, strict=True)]
+
+
+def _are_batches(rows: Tensor) -> bool:
+    there = rows >= 0
+    return bool(there[..., 0].all() and (there[..., 1:] <= there[..., :-1]).all())

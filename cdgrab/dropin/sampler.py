@@ -237,12 +237,15 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if ledger.passes:
             raise CdgrabError("gradients are being accumulated: take the state after a step of the optimiser")
         self.group.expect_all("sampler.state_dict()", PATIENCE)
-        return {
+        state = {
             "version": STATE_VERSION,
             "layout": self._layout(),
             "sorter": gathered(self.sorter.state_dict(), self.group),
             "sparsifier": gathered(sparsifier.state_dict(), self.group) if sparsifier else None,
-        } | ({"fetched": saved(ledger.outstanding, self.batch_size, self.group)} if ledger.outstanding.ahead else {})
+        }
+        if ahead := ledger.outstanding.ahead:
+            state["fetched"] = saved(ahead, self._epochs.late(), self.batch_size, self.group)
+        return state
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
         """Continue where `state_dict` was taken. May be called before or after `attach`.

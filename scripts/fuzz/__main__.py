@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -28,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError, file_error
+from experiments.early import exit_status
 from scripts.arguments import Parser, positive
 from scripts.fuzz.archives import archives
 from scripts.fuzz.calls import calls
@@ -39,11 +41,16 @@ from scripts.fuzz.states import states
 from scripts.fuzz.tables import tables
 from scripts.reliability import Record, cpu_seconds
 
-KINDS = {"settings": settings, "files": files, "tables": tables, "archives": archives, "runs": runs}
-KINDS |= {"gradients": gradients, "states": states, "calls": calls}
-SHARES = {"settings": 0.15, "files": 0.05, "tables": 0.1, "archives": 0.1, "runs": 0.05}  # of all inputs
-SHARES |= {"gradients": 0.2, "states": 0.2, "calls": 0.15}
-
+KINDS = {  # each with its share of all inputs
+    "settings": (settings, 0.15),
+    "files": (files, 0.05),
+    "tables": (tables, 0.1),
+    "archives": (archives, 0.1),
+    "runs": (runs, 0.05),
+    "gradients": (gradients, 0.2),
+    "states": (states, 0.2),
+    "calls": (calls, 0.15),
+}
 RIGHT = ("taken", "refused")
 PORTION, LANES = 500, 2  # inputs per process, processes at the same time
 
@@ -51,7 +58,7 @@ PORTION, LANES = 500, 2  # inputs per process, processes at the same time
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
     """Counts of inputs that were taken and refused, and of each finding."""
     found: Counter = Counter()
-    attempts = KINDS[kind](generator, scratch)
+    attempts = KINDS[kind][0](generator, scratch)
     for _ in range(inputs):
         attempt = next(attempts)
         try:
@@ -106,13 +113,14 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--kind", choices=KINDS, help="only these (default: all)")
     arguments = parser.parse_args(command_line)
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
-    shares = {arguments.kind: 1.0} if arguments.kind else SHARES
+    shares = {arguments.kind: 1.0} if arguments.kind else {kind: share for kind, (_, share) in KINDS.items()}
     os.environ.pop("CDGRAB_DATA", None)
     resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # a cap on memory
     logging.getLogger("cdgrab").addHandler(logging.NullHandler())
     print(f"seed {seed}", flush=True)
     record, counts = Record("fuzz", seed), {kind: Counter() for kind in shares}
-    for kind, found in portions({kind: round(share * arguments.inputs) for kind, share in shares.items()}, seed):
+    wanted = {kind: math.ceil(share * arguments.inputs) for kind, share in shares.items()}
+    for kind, found in portions(wanted, seed):
         counts[kind] += found
         inputs = {kind: counts[kind]["taken"] + counts[kind]["refused"] for kind in counts}
         findings = {f"{kind}: {words}": n for kind in counts for words, n in counts[kind].items() if words not in RIGHT}
@@ -126,4 +134,4 @@ def main(command_line: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, "interrupted: the inputs before are counted"))

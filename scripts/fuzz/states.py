@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,14 @@ OTHERS += (torch.zeros(0), torch.tensor(torch.nan), torch.ones(2, 3), torch.ones
 
 
 def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
-    """Whoever refuses one must be unchanged afterwards; whoever takes one must have exactly that state, and go on."""
+    """Whoever refuses one must be unchanged afterwards; whoever takes one must have exactly that state, and go on as
+    anybody else who has it."""
     kinds = [partial(_Sorted, name) for name in cdgrab.SORTERS]
     kinds += [partial(_Sparsified, name, hook) for name in cdgrab.SPARSIFIERS for hook in (False, True)]
-    kinds += [partial(_Sampled, name) for name in ("d_rr", "cd_grab", "id_grab_bal", "kh")]
+    kinds += [partial(_Sampled, name, ahead) for name in ("d_rr", "cd_grab", "id_grab_bal", "kh") for ahead in (0, 2)]
 
     def attempt(make: Callable[[], object], steps: int, mine: int) -> None:
-        there, here = make(), make()
+        there, here, fresh = make(), make(), make()
         there.train(steps)
         here.train(mine)
         state, before = tampered(there.made.state_dict(), generator), words(here.made.state_dict())
@@ -41,7 +44,8 @@ def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obj
             assert words(here.made.state_dict()) == before, "a refused state changed something"
             raise
         assert words(here.made.state_dict()) == words(state), "it did not take the state that was given"
-        here.train(2 * UNITS)
+        fresh.made.load_state_dict(state)
+        assert words(here.train(2 * UNITS)) == words(fresh.train(2 * UNITS)), "something was left of its own state"
 
     while True:
         yield partial(attempt, generator.choice(kinds), generator.randrange(1, 3 * UNITS), generator.randrange(1, 4))
@@ -51,12 +55,15 @@ class _Sorted:
     def __init__(self, name: str) -> None:
         self.made = cdgrab.make_sorter(name, workers=2, units=UNITS, dim=DIM)
 
-    def train(self, units: int) -> None:
-        for _ in range(units):
+    def train(self, units: int) -> list[Tensor]:
+        """Returns the orders."""
+        orders, gradients = [], _gradients(units, 2, 1)
+        for gradient in gradients:
             if self.made.epoch < 0 or self.made.position == UNITS:
-                order = self.made.order(self.made.epoch + 1)
-                assert order.sort(1).values.tolist() == [list(range(UNITS))] * 2, "not an order"
-            self.made.observe([self.made.position], torch.randn(2, 1, DIM))
+                orders.append(self.made.order(self.made.epoch + 1))
+                assert orders[-1].sort(1).values.tolist() == [list(range(UNITS))] * 2, "not an order"
+            self.made.observe([self.made.position], gradient)
+        return orders
 
 
 class _Sparsified:
@@ -71,27 +78,37 @@ class _Sparsified:
         else:
             self.made = self._sparsifier = cdgrab.make_sparsifier(name, workers=2, dim=DIM, density=0.3)
 
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            assert self._sparsifier.reduce(torch.randn(self._workers, DIM)).isfinite().all(), "not finite"
+    def train(self, steps: int) -> list[Tensor]:
+        """Returns the updates."""
+        updates = [self._sparsifier.reduce(gradients) for gradients in _gradients(steps, self._workers)]
+        assert torch.stack(updates).isfinite().all(), "not finite"
+        return updates
 
 
 class _Sampled:
-    def __init__(self, name: str) -> None:
-        self._model, self._data = nn.Linear(2, 1), torch.randn(2 * UNITS, 2)
+    """ahead: batches that the loop fetches before it uses the first of them, also over the end of an epoch."""
+
+    def __init__(self, name: str, ahead: int) -> None:
+        self._model, self._data, self._ahead = nn.Linear(2, 1), _gradients(2 * UNITS)[:, :2], ahead
         self.made = cdgrab.OrderedBatchSampler(self._data, batch_size=2, sorter=name)
         self.made.attach(self._model)
-        self._batches = iter(())
 
-    def train(self, batches: int) -> None:
+    def train(self, batches: int) -> list[list[int]]:
+        """Returns the batches."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # epochs that end early
-            self._batches = iter(self.made)
-            for _ in range(batches):
-                if (batch := next(self._batches, None)) is None:
-                    self._batches = iter(self.made)
-                    batch = next(self._batches)
-                self._model(self._data[batch]).sum().backward()
+            endless = itertools.chain.from_iterable(itertools.repeat(self.made))
+            fetched, used = deque(itertools.islice(endless, self._ahead)), []
+            for batch in itertools.islice(endless, batches):
+                fetched.append(batch)
+                used.append(fetched.popleft())
+                self._model(self._data[used[-1]]).sum().backward()
+        return used
+
+
+def _gradients(count: int, *sizes: int) -> Tensor:
+    """The same ones for everybody."""
+    return torch.randn(count, *sizes, DIM, generator=torch.Generator().manual_seed(count))
 
 
 def tampered(state: dict, generator: random.Random) -> dict:

@@ -19,27 +19,8 @@ from experiments.data.sources import Source
 from scripts.fuzz.damage import damage
 
 ROWS = 12
-CELLS = (
-    "",
-    "1",
-    "2",
-    " 3",
-    "1.5",
-    "-0",
-    "007",
-    "+4",
-    "1e3",
-    "1e300",
-    "1e400",
-    "nan",
-    "NA",
-    "inf",
-    "0x1",
-    "1_0",
-    "x",
-    '"1"',
-)
-CELLS += ('"1', "1,2", "1\r", "1\n2", "\x00", "1\u00a0", "\u0661", "True", "1;2", "#")
+CELLS = ("", "1", "2", " 3", "1.5", "-0", "007", "+4", "1e3", "1e300", "1e400", "nan", "NA", "inf", "0x1", "1_0", "x")
+CELLS += ('"1"', '"1', "1,2", "1\r", "1\n2", "\x00", "1\u00a0", "\u0661", "True", "1;2", "#")
 MISSING = ("", "NA", "nan")
 
 
@@ -86,9 +67,8 @@ def _changed(text: str, generator: random.Random) -> str:
         rows.insert(generator.randrange(len(rows)), list(row))
     elif way == "blank":
         rows.insert(generator.randrange(len(rows) + 1), [generator.choice(("", " ", ",", "\t"))])
-    return (
-        generator.choice(("\r\n", "\r")).join(map(",".join, rows)) if way == "ends" else "\n".join(map(",".join, rows))
-    )
+    end = generator.choice(("\r\n", "\r")) if way == "ends" else "\n"
+    return end.join(map(",".join, rows))
 
 
 def _cell_by_cell(files: tuple[Path, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
-import argparse
 import gc
 import math
 import multiprocessing
@@ -31,16 +30,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
 from cdgrab.errors import MissingError
-from experiments.early import STATUS
+from experiments.early import STATUS, exit_status
 from scripts.arguments import Parser, positive
 from scripts.reliability import Record, cpu_seconds
 from scripts.soak.disturbances import DISTURBANCES, draw
-from scripts.soak.processes import Processes, load_kernels
+from scripts.soak.processes import HANGS, Processes, die_with_parent, load_kernels
 from scripts.soak.victims import VICTIMS, Victim, warm_up
 
 LANES = 2  # victims at the same time
@@ -56,16 +56,18 @@ def disturbed(victim: Victim, folder: Path, generator: random.Random, over: floa
     went wrong."""
     kills, wrong = Counter(), []
     while True:
-        clock = random.Random(generator.random()) if generator.random() < JUMPING else None
+        jumps = not victim.command and generator.random() < JUMPING
+        clock = random.Random(generator.random()) if jumps else None
         begun, kind = _changed(folder, victim), ""
         started = victim.start(folder, clock)
         wanted = kills.total() < MOST and time.monotonic() < over
         if wanted and (pids := _wait(started, victim, folder, begun, generator)):
             kind = draw(generator, len(pids))
             DISTURBANCES[kind].happen(pids, generator)
-            kills[f"{kind}, clock jumps" if clock else kind] += 1
         statuses = started.settle()
         wrong += complaints(victim, kind, statuses, started.printed)
+        if kind and (victim.command or statuses != {0}):  # else it came too late; a launcher starts processes again
+            kills[f"{kind}, clock jumps" if clock else kind] += 1
         if statuses == {0} or not kind:
             return kills, wrong
 
@@ -89,9 +91,10 @@ def _changed(folder: Path, victim: Victim) -> int:
 
 
 def complaints(victim: Victim, kind: str, statuses: set[int], printed: str) -> list[str]:
-    right = RIGHT | {DISTURBANCES[kind].status} if kind else {0}
-    wrong = [f"ended with {statuses}"] * (victim.ours and not statuses <= right)
-    wrong += ["hangs"] * (max(statuses) > 255) + ["a traceback"] * (victim.ours and "Traceback" in printed)
+    """What was wrong with its end. A script may fail in any way after a disturbance, but not crash."""
+    right = RIGHT | ({DISTURBANCES[kind].status} if victim.ours else {*range(HANGS)}) if kind else {0}
+    wrong = [f"ended with {statuses}"] * (not statuses <= right) + ["hangs"] * (HANGS in statuses)
+    wrong += ["a traceback"] * ("Traceback" in printed and (victim.ours or not kind))
     return [f"{victim.words}, {kind or 'undisturbed'}: {', '.join(wrong)}\n{printed[-2000:]}"] if wrong else []
 
 
@@ -126,54 +129,70 @@ class Outcome:
         return "\n".join([f"{verdict} after {self.kills.total()} kills, {used}: {self.words}", *self.wrong])
 
 
-def soak(seed: str, over: float, scratch: Path, told: multiprocessing.SimpleQueue) -> None:
-    """One victim after another until time is over; what comes of each is told, and None at the end."""
-    generator, folders = random.Random(seed), [scratch / "oracle", scratch / "run"]
+def differ(victim: Victim, folders: list[Path]) -> bool:
+    """Whether the victim in one folder came to another end than that in the other, or one of them to none."""
     try:
-        while time.monotonic() < over:
-            name = generator.choices(list(VICTIMS), [share for _, share in VICTIMS.values()])[0]
-            victim, began, used = VICTIMS[name][0](generator), time.monotonic(), cpu_seconds()
-            oracle = victim.start(folders[0])
-            wrong = complaints(victim, "", oracle.settle(), oracle.printed)
-            kills, more = disturbed(victim, folders[1], generator, over)
-            differs = not (wrong or more or same(*map(victim.outcome, folders), victim.rounding))
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-            words = f"{victim.words}, {victim.processes} process{'es' * (victim.processes > 1)}"
-            times = time.monotonic() - began, cpu_seconds() - used
-            told.put(Outcome(name, words, kills, wrong + more, differs, *times))
-    finally:
-        told.put(None)
+        return not same(*map(victim.outcome, folders), victim.rounding)
+    except Exception:  # whatever it is that files lack of a victim that failed
+        return True
+
+
+def soak(seed: str, over: float, scratch: Path, told: Connection) -> None:
+    """One victim after another until time is over; what comes of each is told."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, lambda *_: None)  # the keyboard interrupts the parent, too, and that ends this
+    generator, folders = random.Random(seed), [scratch / "oracle", scratch / "run"]
+    while time.monotonic() < over:
+        name = generator.choices(list(VICTIMS), [share for _, share in VICTIMS.values()])[0]
+        victim, began, used = VICTIMS[name][0](generator), time.monotonic(), cpu_seconds()
+        oracle = victim.start(folders[0])
+        wrong = complaints(victim, "", oracle.settle(), oracle.printed)
+        kills, more = disturbed(victim, folders[1], generator, over)
+        differs = differ(victim, folders)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        words = f"{victim.words}, {victim.processes} process{'es' * (victim.processes > 1)}"
+        times = time.monotonic() - began, cpu_seconds() - used
+        told.send(Outcome(name, words, kills, wrong + more, differs, *times))
 
 
 def outcomes(seed: int, over: float, scratch: Path) -> Iterator[Outcome]:
     """Of all lanes, as they come. Their processes are forks: nothing here may have threads."""
-    context = multiprocessing.get_context("fork")
-    told, lanes = context.SimpleQueue(), []
+    context, lanes = multiprocessing.get_context("fork"), {}
     for lane in range(LANES):
         (own := scratch / str(lane)).mkdir()
-        lanes.append(context.Process(target=soak, args=(f"{seed}.{lane}", over, own, told)))
-        lanes[-1].start()
+        told, telling = context.Pipe(duplex=False)
+        lanes[told] = context.Process(target=soak, args=(f"{seed}.{lane}", over, own, telling))
+        lanes[told].start()
+        telling.close()
     try:
-        for _ in lanes:
-            yield from iter(told.get, None)
+        while lanes:
+            for told in wait(lanes):
+                try:
+                    yield told.recv()
+                except EOFError:
+                    lane = lanes.pop(told)
+                    lane.join()
+                    if lane.exitcode:
+                        raise RuntimeError(f"a lane ended with status {lane.exitcode}") from None
     finally:
-        for lane in lanes:
-            lane.kill()  # and with it its victims, if this was interrupted
+        for lane in lanes.values():  # if this was interrupted
+            lane.kill()  # and with it its victims
+            lane.join()
 
 
 def main(command_line: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=positive, default=600, help="how long (default: 600)")
     parser.add_argument("--seed", type=int, default=None, help="of what is drawn (default: the time)")
-    arguments: argparse.Namespace = parser.parse_args(command_line)
+    arguments = parser.parse_args(command_line)
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     record, over, found = Record("soak", seed), time.monotonic() + arguments.seconds, []
     load_kernels()
     warm_up()
     gc.freeze()  # else collecting garbage in a fork copies the memory that it shares with this process
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:  # killed victims may take a moment
         for outcome in outcomes(seed, over, Path(scratch)):
             print(outcome, flush=True)
             found.append(outcome)
@@ -197,4 +216,5 @@ def summary(found: list[Outcome]) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(exit_status(main, "interrupted: the victims before are counted"))

@@ -104,7 +104,7 @@ class Command(Processes):
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__()
-        out = {"stdout": self._writing, "stderr": self._writing, "cwd": ROOT, "preexec_fn": _die_with_parent}
+        out = {"stdout": self._writing, "stderr": self._writing, "cwd": ROOT, "preexec_fn": die_with_parent}
         self._process = subprocess.Popen([sys.executable, *arguments], start_new_session=True, **out)
         os.close(self._writing)
 
@@ -147,12 +147,12 @@ def _stands_still(pid: int) -> bool:
     return False
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _rank(work: Callable[[], int], rank: int, ranks: int, port: int, out: int, clock: random.Random | None) -> None:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     early.listen()
     for fd in (1, 2):

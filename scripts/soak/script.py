@@ -4,6 +4,8 @@ a kill, it goes on from its last checkpoint."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,12 +23,14 @@ WRAPPERS = {"alone": lambda model: model, "DDP": DistributedDataParallel, "FSDP2
 CHECKPOINT, DONE = "checkpoint.pt", "done.pt"
 EXAMPLES, BATCH, EPOCHS = 96, 3, 10
 WHOLE = StateDictOptions(full_state_dict=True)
+TIMEOUT = timedelta(seconds=20)
 
 
-def train(folder: Path, wrapper: str, sorter: str, seed: int, every: int, **sparsifier: object) -> int:
-    """every: steps between two checkpoints; sparsifier: options of `attach`."""
+def train(folder: Path, wrapper: str, sorter: str, seed: int, every: int, ahead: bool, **sparsifier: object) -> int:
+    """every: steps between two checkpoints; ahead: whether the next batch is fetched before one is used; sparsifier:
+    options of `attach`."""
     if wrapper != "alone":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     torch.manual_seed(seed)
     data = TensorDataset(torch.randn(EXAMPLES, 8), torch.randn(EXAMPLES, 1))
     model = WRAPPERS[wrapper](nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1)))
@@ -49,7 +53,7 @@ def train(folder: Path, wrapper: str, sorter: str, seed: int, every: int, **spar
 
     loader = DataLoader(data, batch_sampler=sampler)
     while done < EPOCHS * len(sampler):
-        for features, targets in loader:
+        for features, targets in one_ahead(loader) if ahead else loader:
             optimiser.zero_grad()
             nn.functional.mse_loss(model(features), targets).backward()
             optimiser.step()
@@ -60,3 +64,13 @@ def train(folder: Path, wrapper: str, sorter: str, seed: int, every: int, **spar
     if wrapper != "alone":
         dist.destroy_process_group()
     return 0
+
+
+def one_ahead(loader: Iterable) -> Iterator:
+    ready = None
+    for batch in loader:
+        if ready:
+            yield ready
+        ready = batch
+    if ready:
+        yield ready
