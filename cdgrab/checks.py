@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -13,24 +14,38 @@ from torch import Tensor
 from cdgrab.errors import CdgrabError
 
 MOST = 2**31 - 1  # the largest count accepted anywhere
+LONGEST = 200  # characters of a value in a message
 Entry = TypeVar("Entry")
 
 
+def shown(value: object) -> str:
+    """For a message: in one line, and short."""
+    try:
+        words = " ".join(repr(value).split())
+    except ValueError:  # an integer of thousands of digits
+        words = f"a huge {type(value).__name__}"
+    return words if len(words) <= LONGEST else f"{words[:LONGEST]}…"
+
+
 def is_whole(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        operator.index(value)
+    except (TypeError, RuntimeError):  # tensors and arrays of several numbers
+        return False
+    return not isinstance(value, bool)
 
 
 def count(name: str, value: int, least: int, most: int = MOST) -> int:
     if not is_whole(value) or operator.index(value) < least:
-        raise CdgrabError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise CdgrabError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
     if operator.index(value) > most:
-        raise CdgrabError(f"{name} must be a whole number of at most {most}, got {value!r}")
+        raise CdgrabError(f"{name} must be a whole number of at most {most}, got {shown(value)}")
     return operator.index(value)
 
 
 def auto_or_count(name: str, value: int | str) -> None:
     if value != "auto" and not (is_whole(value) and value >= 1):
-        raise CdgrabError(f"{name} must be auto or a whole number of at least 1, got {value!r}")
+        raise CdgrabError(f"{name} must be auto or a whole number of at least 1, got {shown(value)}")
 
 
 def number(
@@ -44,24 +59,24 @@ def number(
     or_else: str = "",
 ) -> float:
     """`value` as a float, if it is finite and within the limits; `or_else`: what else is allowed, for the message."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not sound or not (at_least <= value <= at_most and above < value < below):
         limits = {"at least": at_least, "above": above, "below": below, "at most": at_most}
         words = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
-        raise CdgrabError(f"{name} must be {or_else}a number {words}, got {value!r}")
+        raise CdgrabError(f"{name} must be {or_else}a number {words}, got {shown(value)}")
     return float(value)
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    if not any(value == each and type(value) is type(each) for each in allowed):  # 1 is not true
+    if not any(type(value) is type(each) and value == each for each in allowed):  # 1 is not true
         *first, last = (str(each).lower() if isinstance(each, bool) else str(each) for each in allowed)
-        raise CdgrabError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+        raise CdgrabError(f"{name} must be {', '.join(first)} or {last}, got {shown(value)}")
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """The entry of `table` with this name."""
     if not isinstance(name, str) or name not in table:
-        raise CdgrabError(f"unknown {kind} {name!r}; the {kind}s are {', '.join(table)}")
+        raise CdgrabError(f"unknown {kind} {shown(name)}; the {kind}s are {', '.join(table)}")
     return table[name]
 
 
@@ -75,7 +90,7 @@ def shape(name: str, tensor: Tensor, wanted: Mapping[str, int]) -> None:
 def differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
     """dim 4 there, 3 here, …: what two sets of values do not agree in."""
     differing = sorted(key for key in {**there, **here} if there.get(key) != here.get(key))
-    return ", ".join(f"{key} {there.get(key)!r} there, {here.get(key)!r} here" for key in differing)
+    return ", ".join(f"{key} {shown(there.get(key))} there, {shown(here.get(key))} here" for key in differing)
 
 
 def random_seed(name: str, value: int) -> int:

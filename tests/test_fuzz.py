@@ -22,6 +22,7 @@ INPUTS = {
     "runs": 12,
     "gradients": 100,
     "states": 40,
+    "arguments": 2000,
     "calls": 40,
 }
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cdgrab.balance import optional
+from cdgrab.checks import one_of
 from cdgrab.dropin.examples import ExampleGradients
 from cdgrab.dropin.hooks import BackwardPasses
 from cdgrab.dropin.ledger import Ledger
@@ -102,8 +103,7 @@ class ObservedModel:
             refuse_sparse_gradients(self.model.module)
 
     def _refuse_averaging(self, compress: str | None, sparsifier: str | None, options: dict) -> None:
-        if compress not in WIRE:
-            raise CdgrabError(f"compress must be bf16 or fp16, got {compress!r}")
+        one_of("compress", compress, WIRE)
         if (compress or sparsifier) and self._sharded:
             raise CdgrabError("with FSDP use MixedPrecisionPolicy(reduce_dtype=…) instead of compress and sparsifier")
         if (compress or sparsifier) and not self._parallel:

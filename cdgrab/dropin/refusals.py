@@ -25,7 +25,11 @@ WRAPPERS = {  # classes of accelerate
 def refuse_dataset(dataset: object) -> None:
     """One without an order to choose, or a sampler: Lightning makes batch samplers anew, with one of its own in the
     place of the dataset."""
-    if not hasattr(dataset, "__len__") or not len(dataset):
+    try:
+        examples = len(dataset)
+    except TypeError:  # it has none
+        examples = 0
+    if not examples:
         raise CdgrabError(
             "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
             "choose (a list of its examples has)"

@@ -76,9 +76,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
     ) -> None:
         refusals.refuse_dataset(dataset)
         one_of("unit", unit, UNITS)
+        one_of("drop_last", drop_last, (True, False))
         self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
-        self.unit, self.drop_last, self.group = unit, bool(drop_last), one_worker_per_process(process_group)
+        self.unit, self.drop_last, self.group = unit, drop_last, one_worker_per_process(process_group)
         refusals.refuse_gpu_only(self.group)
         refuse_unknown_options("sorter", sorter, options, sorter_options(sorter))
         self._sorter_name, self._options = sorter, options

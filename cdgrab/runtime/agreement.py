@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import torch
 
+from cdgrab.checks import shown
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 
@@ -16,6 +17,5 @@ def refuse_different_ranks(group: WorkerGroup, settings: dict, what: str, device
     everybodys = group.gather(torch.tensor([numbers], device=device)).cpu()
     for (name, value), column in zip(settings.items(), everybodys.T, strict=True):
         if len(column.unique()) > 1:
-            raise CdgrabError(
-                f"{name} is {value!r} on process {group.rank} and something else on others: every process needs {what}"
-            )
+            here = f"{name} is {shown(value)} on process {group.rank}"
+            raise CdgrabError(f"{here} and something else on others: every process needs {what}")

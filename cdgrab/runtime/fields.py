@@ -66,9 +66,15 @@ def is_dense(value: object) -> bool:
 
 def is_plain(value: object) -> bool:
     """Whether this is a value that can be compared and printed: numbers, text, and lists or dicts of them."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and key.isprintable() and is_plain(item) for key, item in value.items())
-    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, PLAIN)
+    return consists_of(value, PLAIN, lambda key: isinstance(key, str) and key.isprintable())
+
+
+def consists_of(value: object, kinds: tuple[type, ...], key_fits: Callable[[object], bool], deepest: int = 20) -> bool:
+    """Whether this is of these kinds, or lists and dicts of them. A list may hold itself: `deepest` ends the search."""
+    if not isinstance(value, dict | list | tuple):
+        return isinstance(value, kinds)
+    keys, items = (value.keys(), value.values()) if isinstance(value, dict) else ((), value)
+    return deepest > 0 and all(map(key_fits, keys)) and all(consists_of(i, kinds, key_fits, deepest - 1) for i in items)
 
 
 def is_similar(value: object, known: object) -> bool:

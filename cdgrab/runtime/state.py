@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdgrab.checks import MOST, count, differences
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.fields import PLAIN, Field, is_dense, is_plain, is_similar, refuse_others
+from cdgrab.runtime.fields import PLAIN, Field, consists_of, is_dense, is_plain, is_similar, refuse_others
 from cdgrab.runtime.group import WorkerGroup
 
 STATE_VERSION = 2
@@ -41,9 +41,9 @@ class WorkerState:
     def _join(self, workers: int, group: WorkerGroup | None) -> None:
         """Host this process's part of the workers; all of them if there is no `group`."""
         self.workers = count("workers", workers, 1)
-        self.group = group or WorkerGroup(workers)
-        if self.group.workers != workers:
-            raise CdgrabError(f"the worker group has {self.group.workers} workers, the {self.kind} {workers}")
+        self.group = group or WorkerGroup(self.workers)
+        if self.group.workers != self.workers:
+            raise CdgrabError(f"the worker group has {self.group.workers} workers, the {self.kind} {self.workers}")
         self.local_workers = self.group.local_workers
 
     def worker_ids(self) -> range:
@@ -178,8 +178,4 @@ def copied(value: object) -> object:
 
 
 def _can_be_saved(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, PLAIN) and _can_be_saved(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_can_be_saved, value))
-    return isinstance(value, (Tensor, *PLAIN))
+    return consists_of(value, (Tensor, *PLAIN), lambda key: isinstance(key, PLAIN))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed
+from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed, shown
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fields import INT64, Field
@@ -94,7 +94,7 @@ class Sorter(WorkerState):
             self.current = self.next_order(self.epoch + 1)
             self.epoch, self.position = self.epoch + 1, 0
         elif not is_whole(epoch) or epoch != self.epoch or self.epoch < 0:
-            raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({epoch})")
+            raise CdgrabError(f"epochs come in sequence: expected order({self.epoch + 1}), got order({shown(epoch)})")
         return self.current.clone()
 
     def observe(self, positions: Tensor | Sequence[int], gradients: Tensor, *, unseen: bool = False) -> None:

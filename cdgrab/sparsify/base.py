@@ -70,10 +70,10 @@ class Sparsifier(WorkerState):
         self.dim = count("dim", dim, 1)
         one_of("error_feedback", error_feedback, (True, False))
         self.density, self.error_feedback = number("density", density, above=0, at_most=1), error_feedback
-        self.target = wanted(density, dim)
+        self.target = wanted(self.density, self.dim)
         self.stats = Stats()
         self.selected: list[Tensor] = []  # the coordinates that each of all workers selected in the last call
-        self._index_type = torch.int32 if dim < 2**31 else torch.int64
+        self._index_type = torch.int32 if self.dim < 2**31 else torch.int64
         self._remember_settings()
         self.iteration = 0
         self._residual = torch.empty(self.local_workers, 0)  # allocated when the first gradients arrive

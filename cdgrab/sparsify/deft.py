@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdgrab.checks import count
+from cdgrab.checks import count, shown
 from cdgrab.errors import CdgrabError
 from cdgrab.sparsify.base import Sparsifier
 from cdgrab.sparsify.partitions import whole_numbers
@@ -67,6 +67,8 @@ class DEFT(Sparsifier):
     def __init__(self, *, layers: Sequence[int] | None = None, **settings) -> None:
         """layers: sizes of the parameter tensors, in their order in the vector; by default one layer."""
         super().__init__(**settings)
+        if not isinstance(layers, Sequence | None):
+            raise CdgrabError(f"layers must be a list of sizes, got {shown(layers)}")
         self.layers = [count("a layer's size", size, 1) for size in ([self.dim] if layers is None else layers)]
         if sum(self.layers) != self.dim:
             raise CdgrabError(f"layers must sum to dim = {self.dim}, got {sum(self.layers)}")

@@ -3,9 +3,9 @@
     python -m scripts.fuzz                       # `make fuzz`: ten thousand inputs, some minutes
     python -m scripts.fuzz --inputs 500 --seed 3
 
-Settings, data files, archives, a run's files, gradients, states and sequences of calls are made up or damaged at
-random. An input may be refused with an error of one sentence, or accepted: then it must give the result of the input
-that it is equivalent to. Anything else, and any change to existing files or states, is a finding.
+Settings, data files, archives, a run's files, gradients, states, arguments and sequences of calls are made up or
+damaged at random. An input may be refused with an error of one sentence, or accepted: then it must give the result of
+the input that it is equivalent to. Anything else, and any change to existing files or states, is a finding.
 
 Every call is added to results/reliability.json (with changed code: results/trial/reliability.json).
 """
@@ -32,6 +32,7 @@ from cdgrab.errors import CdgrabError, file_error
 from experiments.early import exit_status
 from scripts.arguments import Parser, positive
 from scripts.fuzz.archives import archives
+from scripts.fuzz.arguments import arguments
 from scripts.fuzz.calls import calls
 from scripts.fuzz.files import files
 from scripts.fuzz.gradients import gradients
@@ -49,7 +50,8 @@ KINDS = {  # each with its share of all inputs
     "runs": (runs, 0.05),
     "gradients": (gradients, 0.2),
     "states": (states, 0.2),
-    "calls": (calls, 0.15),
+    "arguments": (arguments, 0.05),
+    "calls": (calls, 0.1),
 }
 RIGHT = ("taken", "refused")
 PORTION, LANES = 500, 2  # inputs per process, processes at the same time

@@ -22,7 +22,10 @@ from scripts.fuzz.gradients import DTYPES, NUMBERS
 from scripts.fuzz.words import words
 
 UNITS, DIM = 5, 9
+UNENDING: list = []  # it holds itself
+UNENDING.append(UNENDING)
 OTHERS = (None, "text", "two\nlines", -1, 0, 1, 10**9, 10**400, 0.5, float("nan"), True, [], [1], {}, {1: 2})
+OTHERS += (UNENDING, {"": UNENDING})
 OTHERS += (torch.zeros(0), torch.tensor(torch.nan), torch.ones(2, 3), torch.ones(2, 2).to_sparse())
 
 
