@@ -203,7 +203,8 @@ def test_what_is_decided_beside_the_training_changes_nothing_and_takes_little_me
     gradients = retrained(network(width=20_000), visited)
     assert in_order(sampler, sorted_alone(gradients[:, None], **options)[:, 0]) == visited
     held = held_bytes([sampler._model, sampler.ledger]) / gradients.shape[2]
-    assert held < (16.5 if sketch == "none" else 2.5)  # the sum and a pair's difference, here both of 8 bytes
+    places = 4.5 if device == "cuda" else 2.5  # of the coordinates in a sketch
+    assert held < (16.5 if sketch == "none" else places)  # the sum and a pair's difference, here both of 8 bytes
 
 
 def on(device, tensors):

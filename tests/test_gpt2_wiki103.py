@@ -25,7 +25,6 @@ from experiments.training.gradients import FlatParameters, at_once, gradient_fun
 CONTEXT, VOCABULARY, NOVELS = 8, 300, 23
 TINY = [f"task.context={CONTEXT}", "task.width=12", f"task.vocabulary={VOCABULARY}", "task.limit=20"]
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 real_data = pytest.mark.skipif(
     not (os.environ.get("CDGRAB_DATA") and Path(os.environ["CDGRAB_DATA"], "gpt2").is_dir()),
     reason="needs GPT-2's tokens: set CDGRAB_DATA (`make data-gpt2-wiki103`)",
@@ -205,10 +204,9 @@ def test_evaluation_equals_a_plain_loop(root, blocks_at_once):
     assert task.metrics({"loss": 1.0, "count": 1.0}, {"loss": 1e9, "count": 2.0})["val_ppl"] == math.inf
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(root, device, monkeypatch):
+def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(root, on_gpu, monkeypatch):
     """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
-    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    _, device = on_gpu
     monkeypatch.setattr("experiments.tasks.gpt2_wiki103.READ_AT_ONCE", 3 * 2 * CONTEXT)  # three blocks of two runs
     if device == "cpu":  # few programs, since they run one by one
         monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 1024)

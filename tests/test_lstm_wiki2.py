@@ -35,8 +35,6 @@ packaged_data = pytest.mark.skipif(
     importlib.util.find_spec("gensim") is None, reason="needs the embedded Wikipedia articles: `make setup`"
 )
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
@@ -339,10 +337,9 @@ def test_real_data_has_the_papers_counts():
     assert inputs.shape == targets.shape == (1, 1, 35, 4)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(device, monkeypatch):
+def test_one_pass_for_the_workers_of_all_runs_gives_their_gradients_and_metrics(on_gpu, monkeypatch):
     """What a GPU does for a group of runs; on a CPU by Triton's interpreter."""
-    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    _, device = on_gpu
     if device == "cpu":  # few programs, since they run one by one
         monkeypatch.setattr("experiments.tasks.vocabulary_kernels.CLASSES", 8192)
     settings = ["workers=2", "data=embedded", "size=smoke", "task.dtype=float64", "task.hidden=3", "task.batch=4"]

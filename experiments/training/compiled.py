@@ -86,7 +86,8 @@ def _trace(function: Callable, inputs: tuple[Tensor, ...]) -> Callable:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # TorchScript is deprecated; the plain graph is the fallback
-                return torch.jit.trace(graph, inputs, check_trace=False)
+                traced = torch.jit.trace(graph, inputs, check_trace=False)
+            return traced.forward  # the bare method: a module looks for hooks in every call
         except (RuntimeError, AttributeError) as error:
             logging.getLogger("cdgrab").warning("steps run without TorchScript, several times slower: %s", error)
             return graph
