@@ -36,7 +36,8 @@ from experiments.training.launcher import Prepared, launch, launch_all, prepare
 from experiments.training.session import exit_status
 
 SWEEP = {"-m", "--multirun"}
-CODE = re.compile(r"[+~]*hydra([./]callbacks\b|\b.*_target_)", re.DOTALL)  # overrides that name code to be run
+# Overrides that name code to be run: a logger's handlers are classes, too.
+CODE = re.compile(r"[+~]*hydra([./]callbacks\b|\.(job|hydra)_logging\b|\b.*_target_)", re.DOTALL)
 
 
 def main(arguments: list[str] | None = None, extension: str | None = None) -> int:
@@ -145,7 +146,8 @@ def _refusals_in_one_sentence(arguments: list[str]) -> Iterator[None]:
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        lines = [line.strip() for line in printed.getvalue().splitlines()]
+        lines = [line.strip() for line in printed.getvalue().strip().splitlines()]
+        lines = lines[-1:] if any(line.startswith("Traceback") for line in lines) else lines
         raise CdgrabError("; ".join(line for line in lines if line and "HYDRA_FULL_ERROR" not in line)) from None
     print(printed.getvalue(), end="", file=sys.stderr)
 

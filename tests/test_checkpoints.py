@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from experiments.store import checkpoint
 from experiments.store.files import append_line, write_atomically
 from experiments.store.lock import locked
 from experiments.store.records import read_metrics
+from experiments.training import session
 
 
 def content(number):
@@ -175,8 +177,11 @@ def test_metrics_are_read_up_to_the_first_line_that_is_none(tmp_path_factory, ga
 def test_links_that_were_put_there_are_not_followed(tmp_path):
     (precious := tmp_path / "precious").write_text("mine")
     (folder := tmp_path / "run").mkdir()
-    for name in (".lock", ".manifest.json.tmp", "metrics.jsonl"):
+    (folder / "logs").mkdir()
+    for name in (".lock", ".manifest.json.tmp", "metrics.jsonl", "logs/rank0.log"):
         (folder / name).symlink_to(precious)
+    with pytest.raises(OSError, match=r"rank0\.log"), session._log_file(SimpleNamespace(directory=folder), 0):
+        pass
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         append_line(folder / "metrics.jsonl", {})
     with pytest.raises(OSError, match=r"\.lock"), locked(folder):

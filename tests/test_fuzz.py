@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
 from collections import Counter
 
 import pytest
@@ -95,6 +97,16 @@ def test_the_soak_sees_statuses_tracebacks_and_numbers_that_are_wrong(tmp_path):
     assert soak.differ(script, [tmp_path, tmp_path])  # neither has come to an end
     one, other = ({"lines": [{"loss": loss}], "weights": torch.tensor([loss])} for loss in (0.1, 0.1 + 1e-12))
     assert soak.same(one, one) and soak.same(one, other, 1e-9) and not soak.same(one, other)
+
+
+def test_a_link_is_cut_and_nothing_stays_open():
+    mine, other = socket.socketpair()
+    with mine, subprocess.Popen(["sleep", "60"], pass_fds=[other.fileno()]) as child:
+        other.close()
+        before = os.listdir("/proc/self/fd")
+        disturbances.link_is_cut([child.pid], random.Random(0))
+        assert mine.recv(1) == b"" and os.listdir("/proc/self/fd") == before
+        child.kill()
 
 
 def test_calls_add_up(tmp_path, monkeypatch):

@@ -42,11 +42,15 @@ def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Ite
         raise OSError(error.errno, error.strerror, str(path)) from error  # writing alone names no file
 
 
+def open_itself(path: str | Path, flags: int) -> int:
+    """The open file; a link that somebody else put in its place is not followed."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+
 def append_line(path: Path, content: dict) -> None:
     """The line is on the disk before this returns. If the disk is full, nothing is written rather than a part."""
     line = (json.dumps(content) + "\n").encode()
-    links = getattr(os, "O_NOFOLLOW", 0)  # what somebody else put there is not followed
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | links, 0o644)
+    handle = open_itself(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     size = os.fstat(handle).st_size
     try:
         if os.write(handle, line) < len(line):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError, warn
+from experiments.store.files import open_itself
 
 try:
     import fcntl
@@ -42,7 +43,7 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
 def _try(path: Path) -> int | None:
     """The open, locked file; None when another process has it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no link that somebody else put there
+        handle = open_itself(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from omegaconf import DictConfig
@@ -22,6 +22,7 @@ from cdgrab.runtime import group as workers
 from cdgrab.runtime import heartbeat, rendezvous
 from experiments import early
 from experiments.store import checkpoint
+from experiments.store.files import open_itself
 from experiments.store.lock import locked
 from experiments.store.records import METRICS, read_manifest, read_metrics
 from experiments.training import runlog, signals, snapshot
@@ -272,12 +273,17 @@ def _own_folder(directory: Path, patience: float) -> Iterator[None]:
                 path.rmdir()
 
 
+class _LogFile(logging.FileHandler):
+    def _open(self) -> TextIO:
+        return open(self.baseFilename, "a", opener=open_itself)
+
+
 @contextlib.contextmanager
 def _log_file(run: Run, rank: int) -> Iterator[None]:
     """Every rank writes its own log, crashes of the interpreter included."""
     folder = run.directory / "logs"
     folder.mkdir(exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank{rank}.log")
+    handler = _LogFile(folder / f"rank{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.handleError = lambda record: None  # a full disk is reported once, in one sentence
     log.addHandler(handler)

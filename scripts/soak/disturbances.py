@@ -61,11 +61,12 @@ def link_is_cut(pids: list[int], generator: random.Random) -> None:
     with contextlib.suppress(OSError):
         handle = os.pidfd_open(pid)
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError, ValueError):  # no socket, not connected, gone
-                copy = ctypes.CDLL(None).syscall(PIDFD_GETFD, handle, int(fd.name), 0)
-                with socket.socket(fileno=copy) as connection:
-                    connection.getpeername()  # nothing that listens
-                    connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError, ValueError):  # not connected, gone
+                if os.readlink(fd).startswith("socket:"):
+                    copy = ctypes.CDLL(None).syscall(PIDFD_GETFD, handle, int(fd.name), 0)
+                    with socket.socket(fileno=copy) as connection:
+                        connection.getpeername()  # nothing that listens
+                        connection.shutdown(socket.SHUT_RDWR)
         os.close(handle)
 
 
