@@ -240,3 +240,16 @@ def test_a_gradient_in_parts_gives_the_same_update_in_place(options, dtype):
         for place, part in mine:
             assert torch.equal(part.flatten(), update[place])
     assert torch.equal(whole._residual, parts._residual) and whole.stats == parts.stats
+
+
+def test_each_part_gets_what_its_own_type_can_hold():
+    """Parameters in float16 beside others in float32: what is owed to them piles up beyond their range."""
+    sparsifier = cdgrab.make_sparsifier("topk", workers=1, dim=3, density=0.4)
+    given = sent = torch.zeros(3, dtype=torch.float64)
+    for size in (1e6, 1e6, 1e6, 0.0, 0.0, 0.0):
+        parts = [(slice(2, 3), torch.tensor([size / 17]).half()), (slice(0, 2), torch.tensor([0.0, size]))]
+        given = given + torch.cat([parts[1][1], parts[0][1]])
+        sparsifier.reduce_parts(parts, torch.float32)
+        sent = sent + torch.cat([parts[1][1], parts[0][1]])
+        assert torch.equal(sent + sparsifier._residual[0], given)
+    assert torch.equal(sent, given)

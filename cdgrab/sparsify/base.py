@@ -86,14 +86,14 @@ class Sparsifier(WorkerState):
         All processes call this together. A refused call changes nothing, on any process.
         """
         gradients = self._checked(gradients)
-        union, sent = self._exchange(self._accumulate(gradients), gradients.dtype)
+        union, sent = self._exchange(self._accumulate(gradients), [(slice(0, self.dim), gradients)])
         return gradients.new_zeros(self.dim).index_copy_(0, union, sent)
 
     def reduce_parts(self, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> None:
         """`reduce` for a process with one worker, in place: its gradient is in parts, each with its place in the whole,
         and the update is written over them. dtype: of the whole. Reads and writes memory half as often as `reduce`."""
         self._refuse_not_finite(_all_finite([part for _, part in parts]), parts[0][1].device)
-        union, sent = self._exchange(self._accumulate_parts(parts, dtype), dtype)
+        union, sent = self._exchange(self._accumulate_parts(parts, dtype), parts)
         union, order = union.sort()
         sent, edges = sent[order], [edge for place, _ in parts for edge in (place.start, place.stop)]
         edges = iter(torch.searchsorted(union, torch.tensor(edges, device=union.device)).tolist())
@@ -103,17 +103,17 @@ class Sparsifier(WorkerState):
             if not part.is_contiguous():
                 part.copy_(flat.view_as(part))
 
-    def _exchange(self, accumulated: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The coordinates that are sent, and their averages in this type."""
+    def _exchange(self, accumulated: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The coordinates that are sent, and their averages as the types of these parts can hold them."""
         extra_bytes = self.prepare(accumulated)
         selected, index_bytes = self._share(self.select(accumulated))
         union = self._union(selected)
         sums = tree_sum(accumulated.index_select(1, union))
         average, _ = Averager(self.group, len(union)).average(sums)
-        sent = _rounded(average, dtype)
+        sent = _as_held(average, union, parts)
         if self.error_feedback:
             accumulated.index_fill_(1, union, 0)
-            if sent.dtype != average.dtype:  # what 16 bits cannot hold is sent later
+            if sent is not average:  # what 16 bits cannot hold is sent later
                 accumulated.index_add_(1, union, (average - sent).expand(len(accumulated), -1))
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())
@@ -238,6 +238,19 @@ def _all_finite(parts: Sequence[Tensor]) -> bool:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """In 16 bits small residuals would be lost."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _as_held(average: Tensor, union: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """Averages at these coordinates, each rounded to the type of the part that it belongs to."""
+    kinds = {part.dtype for _, part in parts}
+    if len(kinds) == 1:
+        return _rounded(average, *kinds)
+    parts = sorted(parts, key=lambda part: (part[0].start, part[0].stop))
+    which = torch.bucketize(union, torch.tensor([place.start for place, _ in parts], device=union.device), right=True)
+    for kind in kinds:
+        here = torch.tensor([False, *(part.dtype == kind for _, part in parts)], device=union.device)
+        average = torch.where(here[which], _rounded(average, kind).to(average.dtype), average)
+    return average
 
 
 def _rounded(average: Tensor, dtype: torch.dtype) -> Tensor:
