@@ -79,6 +79,16 @@ def standing_in_the_way(row: dict) -> str:
     )
 
 
+def hideable(device: str) -> Iterator[str]:
+    """What sending while the backward pass runs could bring ExDyna: no more than the link's time, nor than that of a
+    step without exchange, during which it would be hidden."""
+    for rows in together(measured(device, method=EXDYNA)):
+        saved = [min(row["link_seconds"], row["alone_seconds"]) / row["seconds_per_step"] for row in rows]
+        shares = [f"{100 * share:.2g} % at {row['density']:g}" for share, row in zip(saved, rows, strict=True)]
+        way = "sending while the backward pass runs would save at most"
+        yield f"{place(rows[0])}, {EXDYNA}: {way} {enumerated(shares)}."
+
+
 def sought() -> Iterator[tuple[str, str, str]]:
     """Where ExDyna should be TIMES as fast as DDP: what was measured, what was wanted, and what came of it."""
     for row in measured(model=LARGE, link=GIGABIT, delay=0.0, method=EXDYNA, density=SPARSE):

@@ -109,7 +109,8 @@ def run_on_hosts(module: str, count: int, arguments: Sequence[object]) -> list:
             meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
             place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
             command = ["ip", "netns", "exec", host(rank), sys.executable, "-m", module, str(target)]
-            environment = os.environ | meeting | place | {"PYTHONPATH": str(ROOT)}
+            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns that these hosts have no names
+            environment = os.environ | meeting | place | quiet | {"PYTHONPATH": str(ROOT)}
             processes.append(subprocess.Popen([*command, *map(str, arguments)], cwd=ROOT, env=environment))
         try:
             if any([process.wait() for process in processes]):

@@ -81,7 +81,9 @@ class Training:
     def __init__(self, trained: Trained) -> None:
         torch.manual_seed(0)  # the same model and data on all processes
         self._data, self.hook = trained.examples(), None
-        self.model = DistributedDataParallel(trained.make())
+        # as little beside the exchange as DDP allows: no second copy of the gradient, no constants sent around
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        self.model = DistributedDataParallel(trained.make(), **options)
         self._optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._load({"sampler": DistributedSampler(self._data)})
 
@@ -171,6 +173,14 @@ class Sparse(Contender):
         return timed
 
 
+def _power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future:
+    """A bucket after the other: its hook starts collectives when others end, and over gloo those of several buckets
+    would get into different orders on different processes."""
+    mean = powerSGD_hook(state, bucket)
+    mean.wait()
+    return mean
+
+
 def contenders(name: str) -> dict[Method, Contender]:
     """Three models: DDP's own, one for all hooks in turn, and CD-GraB's."""
     plain, hooked, ordered = (Training(MODELS[name]) for _ in range(3))
@@ -184,7 +194,7 @@ def contenders(name: str) -> dict[Method, Contender]:
     }
     for rank in RANKS:
         state = PowerSGDState(None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)  # gradients may be 0
-        made[f"PowerSGD, rank {rank}", None] = Contender(hooked, partial(powerSGD_hook, state))
+        made[f"PowerSGD, rank {rank}", None] = Contender(hooked, partial(_power_sgd, state))
     for sparsifier, density in (method for method in methods() if method[1]):
         guide = made[EXDYNA, density] if sparsifier == PUBLISHED else None
         made[sparsifier, density] = Sparse(hooked, sparsifier, density, guide)
