@@ -1,6 +1,7 @@
 """Runs that are stopped or killed anywhere and go on: metrics and orders are those of a run that never was."""
 
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -24,7 +25,7 @@ from experiments.store import checkpoint
 from experiments.store.files import ROOT
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import make_task
-from experiments.training import session, signals, snapshot
+from experiments.training import runlog, session, signals, snapshot
 from experiments.training.config import compose
 from experiments.training.grouping import make_member
 from experiments.training.loop import Trainer, alone
@@ -241,15 +242,30 @@ def listens(pid, number):
 
 
 def test_metrics_that_were_changed_are_refused_and_stay(tmp_path, capsys):
-    before = halted(tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
+    before, folder = halted(tmp_path / "run"), tmp_path / "run"
+    path = folder / "metrics.jsonl"
+
+    def refused(words):
+        assert train.main([*SHORT, f"run_dir={folder}", "resume=true"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and words in printed
+
     for changed in (before[path].replace(b"0.", b"1.", 1), before[path][:-3], b"", before[path].replace(b"{", b"[", 1)):
         path.write_bytes(changed)
-        assert train.main([*SHORT, f"run_dir={tmp_path / 'run'}", "resume=true"]) == 2
-        printed = capsys.readouterr().err
-        assert printed.count("\n") == 1 and "is not what it was at the checkpoint" in printed
+        refused("is not what it was at the checkpoint")
         assert path.read_bytes() == changed
     assert {path: path.read_bytes() for path in before} == before | {path: changed}
+    for changed in (
+        before[path] * 2,
+        before[path] + b"{",
+        before[path].replace(b"phases", b"places"),
+    ):  # with a checkpoint made to fit
+        path.write_bytes(changed)
+        checkpoint.save(folder, checkpoint.load(folder) | {"metrics": runlog.measured(folder)})
+        refused("is not what it was at the checkpoint")
+    for changed in ({"resumed": 3}, {"config": []}, {"science": "none"}):
+        (folder / "manifest.json").write_text(json.dumps(json.loads(before[folder / "manifest.json"]) | changed))
+        refused("the manifest of something else")
 
 
 COUNTERFEITS = [

@@ -74,12 +74,16 @@ def rewrite(directory: Path, lines: Iterable[dict]) -> None:
 
 def read_metrics(path: Path) -> list[dict]:
     """All complete lines; an incomplete last line (the run was killed while writing) is left out."""
-    return list(itertools.takewhile(lambda line: line is not None, _lines(path)))
+    return metrics_in(path.read_bytes()) if path.exists() else []
+
+
+def metrics_in(content: bytes) -> list[dict]:
+    return list(itertools.takewhile(lambda line: line is not None, map(_parsed, content.splitlines())))
 
 
 def read_all_metrics(path: Path) -> list[dict]:
     """Like `read_metrics`, but refuses a damaged line before others, which would be lost."""
-    lines = _lines(path)
+    lines = list(map(_parsed, path.read_bytes().splitlines())) if path.exists() else []
     if None in lines[:-1]:
         raise CdgrabError(
             f"line {lines.index(None) + 1} of {path} is damaged; remove it, and what it held is made again"
@@ -87,12 +91,8 @@ def read_all_metrics(path: Path) -> list[dict]:
     return read_metrics(path)
 
 
-def _lines(path: Path) -> list[dict | None]:
-    """None where a line is damaged."""
-    return [_parsed(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-
-
 def _parsed(line: bytes) -> dict | None:
+    """None if it is damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

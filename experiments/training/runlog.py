@@ -11,7 +11,8 @@ from cdgrab import sorters
 from cdgrab.errors import CdgrabError
 from experiments.store import records
 from experiments.store.files import replacing
-from experiments.store.records import now, read_manifest, read_metrics
+from experiments.store.records import metrics_in, now, read_manifest
+from experiments.training.clock import PHASES
 from experiments.training.config import Run
 
 NONE_YET = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # metrics of a run that begins
@@ -34,19 +35,19 @@ class RunLog:
         sizes: dict[str, int],
         world_size: int,
         device: torch.device,
-        metrics: dict | None = None,
+        then: tuple[dict, int] | None = None,
         replicas: int = 1,
     ) -> None:
-        """Start, or continue from a checkpoint. metrics: what they were then (see `measured`); lines written later are
-        dropped. replicas: how many runs train together."""
+        """Start, or continue from a checkpoint. then: its metrics (see `measured`) and number of epochs; lines written
+        later are dropped. replicas: how many runs train together."""
         if not self.active:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        kept = _first_bytes(self.metrics_path, NONE_YET if metrics is None else metrics)
-        before = {} if metrics is None else read_manifest(self.directory)
+        kept = _first_bytes(self.metrics_path, *(then or (NONE_YET, 0)))
+        before = read_manifest(self.directory) if then else {}
+        self._phases = [line["phases"] for line in metrics_in(kept)]
         with replacing(self.metrics_path) as file:
             file.write(kept)
-        self._phases = [line["phases"] for line in read_metrics(self.metrics_path)]
         what = {
             "name": run.config.name,
             "task": run.config.task.name,
@@ -62,7 +63,7 @@ class RunLog:
             "processes": world_size,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
-        resumed = [] if metrics is None else [*before.get("resumed", []), now()]
+        resumed = [*before.get("resumed", []), now()] if then else []
         self._manifest = records.begin(what, before) | {"resumed": resumed}
         if (together := max(replicas, before.get("replicas", 1))) > 1:  # its times are not its own
             self._manifest["replicas"] = together
@@ -97,9 +98,17 @@ def measured(directory: Path) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _first_bytes(path: Path, wanted: dict) -> bytes:
-    """What the file held when it was `measured`. A file that has changed since is refused."""
+def _first_bytes(path: Path, wanted: dict, epochs: int) -> bytes:
+    """What the file held when it was `measured`, after so many epochs. A file that has changed since is refused."""
     content = path.read_bytes()[: wanted["bytes"]] if path.exists() else b""
-    if hashlib.sha256(content).hexdigest() != wanted["sha256"]:
+    lines = metrics_in(content)
+    whole = [line.get("epoch") for line in lines] == list(range(1, epochs + 1)) and all(map(_has_phases, lines))
+    whole = whole and content.count(b"\n") == epochs and content[-1:] in (b"", b"\n")
+    if hashlib.sha256(content).hexdigest() != wanted["sha256"] or not whole:
         raise CdgrabError(f"{path} is not what it was at the checkpoint; move the folder away to start this run again")
     return content
+
+
+def _has_phases(line: dict) -> bool:
+    phases = line.get("phases")
+    return isinstance(phases, dict) and phases.keys() == set(PHASES) and all(type(s) is float for s in phases.values())

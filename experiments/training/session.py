@@ -33,6 +33,7 @@ from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
+MORE_KINDS = {"config": dict, "reason": str, "resumed": list, "replicas": int}  # of what manifests hold
 OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # words in the messages of torch and numpy
 
 
@@ -91,7 +92,8 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
         if done:
             raise CdgrabError(f"{run.directory} holds metrics without a manifest; choose another run_dir")
         return True
-    if not {"science", "status"} <= manifest.keys():
+    kinds = {"science": dict, "status": str} | {name: kind for name, kind in MORE_KINDS.items() if name in manifest}
+    if any(type(manifest.get(name)) is not kind for name, kind in kinds.items()):
         raise CdgrabError(f"{run.directory} holds the manifest of something else; choose another run_dir")
     refuse_other_settings(run, manifest["science"], run.directory)
     if manifest["status"] == "finished" and done >= run.config.epochs:
@@ -107,8 +109,9 @@ def may_start(run: Run, speak: bool = True, again: bool = False) -> bool:
         )
     if again and manifest["status"] == "diverged":
         raise DivergedError(manifest.get("reason", "training diverged"))  # as it would again
-    every = manifest.get("config", {}).get("checkpoint", {}).get("every_epochs", 1)  # as it was then
-    if done > every and not checkpoint.exists(run.directory):
+    then = manifest.get("config", {}).get("checkpoint")
+    every = then.get("every_epochs") if isinstance(then, dict) else 1
+    if done > (every if type(every) is int else 1) and not checkpoint.exists(run.directory):
         raise CdgrabError(f"{run.directory} has {done} epochs but no checkpoint to go on from; choose another run_dir")
     return True
 
@@ -164,9 +167,9 @@ def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list
         for member in members:
             member.log = runlog.RunLog(member.run, active=group.rank == 0)
             state = saved[member]
-            metrics = state["metrics"] if state else None
+            before = (state["metrics"], state["epochs_done"]) if state else None
             member.log.begin(
-                member.run, member.task.rows, member.sizes, group.world_size, trainer.device, metrics, trainer.replicas
+                member.run, member.task.rows, member.sizes, group.world_size, trainer.device, before, trainer.replicas
             )
         group.barrier()  # now the folders exist
         with contextlib.ExitStack() as stack:

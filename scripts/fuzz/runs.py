@@ -1,10 +1,11 @@
-"""Files of a half-finished run: damaged, or counterfeit with the right checksum."""
+"""Files of a half-finished run: damaged, edited, or counterfeit with the right checksum."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import json
 import os
 import random
 import shutil
@@ -41,6 +42,8 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
             if resume:
                 _resumed([*overrides, f"run_dir={folder}", "resume=true"])
                 assert counterfeit or _losses(folder) == whole, "another result"
+                epochs = [line["epoch"] for line in read_metrics(folder / "metrics.jsonl")]
+                assert epochs == list(range(1, len(whole) + 1)), "metrics of other epochs"
             else:
                 run = compose([*overrides, f"run_dir={folder}", "resume=true"])
                 session.may_start(run, speak=False)
@@ -63,6 +66,8 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
         counterfeit = generator.random() < 0.4
         if counterfeit:
             _counterfeit(folder, generator)
+        elif generator.random() < 0.3:
+            _edit(folder / "manifest.json", generator)
         else:
             for name in generator.sample(names, generator.choice((1, 1, 2))):
                 damage(folder / name, generator)
@@ -107,6 +112,11 @@ class Malice:
 
     def __reduce__(self) -> tuple:
         return os.mkdir, (MADE,)
+
+
+def _edit(path: Path, generator: random.Random) -> None:
+    with contextlib.suppress(ValueError):  # a list that holds itself
+        path.write_text(json.dumps(tampered(json.loads(path.read_text()), generator), default=str))
 
 
 def _counterfeit(folder: Path, generator: random.Random) -> None:
