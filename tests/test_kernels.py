@@ -67,8 +67,8 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
 def test_rows_one_by_one_are_balanced_as_by_the_plain_loop(on_gpu, dim, dtype, width, monkeypatch):
     """What is not finite counts as zero."""
     gpu, device = on_gpu
-    monkeypatch.setattr(gpu, "ROW_COLUMNS", 16)
-    monkeypatch.setattr(gpu, "ROW_PROGRAMS", 2)
+    monkeypatch.setattr(gpu.single, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(gpu.single, "MOST_PROGRAMS", 2)
     rows, limits = make_rows(12, 1, dim, dtype, False).to(device), width * uniform(12, 1).to(device)
     rows[3, 0, 2], rows[8, 0, :2] = torch.nan, torch.tensor([torch.inf, -torch.inf])
     running, signs = torch.zeros(1, dim, dtype=torch.float64, device=device), torch.zeros(12, dtype=torch.int8)

@@ -36,7 +36,7 @@ def write_gradients(
 
     parameters [runs, ...], blocks [runs, workers, context].
     """
-    read, others = _reader(body), {name: tensor for name, tensor in parameters.items() if name != TOKENS}
+    read, others = _reader(body), _without_tokens(parameters)
 
     def weighted(others: dict[str, Tensor], embedded: Tensor, slopes: Tensor) -> Tensor:
         return (read(others, embedded) * slopes).sum()
@@ -54,11 +54,14 @@ def write_gradients(
 
 def losses(body: Body, parameters: dict[str, Tensor], blocks: Tensor) -> Tensor:
     """Of every block: blocks [runs, n, context] -> [runs, n]."""
-    others = {name: tensor for name, tensor in parameters.items() if name != TOKENS}
-    hidden = vmap(_reader(body))(others, _embedded(parameters[TOKENS], blocks[..., :-1]))
+    hidden = vmap(_reader(body))(_without_tokens(parameters), _embedded(parameters[TOKENS], blocks[..., :-1]))
     targets = blocks[..., 1:]
     found = vocabulary_kernels.losses(hidden.flatten(1, 2), parameters[TOKENS], targets.flatten(1))
     return found.view(targets.shape).mean(-1)
+
+
+def _without_tokens(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in parameters.items() if name != TOKENS}
 
 
 def _reader(body: Body) -> Callable[[dict[str, Tensor], Tensor], Tensor]:

@@ -43,6 +43,19 @@ class Parts:
         most = scaled.half()
         return cls(most, (scaled - most).half(), scale)
 
+    @property
+    def halved(self) -> bool:
+        return self.most.dtype == torch.float16
+
+    @property
+    def tile(self) -> int:
+        """Classes of a tile that is read: numbers of 64 bits need the room of four."""
+        return CLASSES if self.halved else CLASSES // 2
+
+    @property
+    def width(self) -> int:
+        return max(16, triton.next_power_of_2(self.most.shape[-1]))
+
 
 def cross_entropy(outputs: Tensor, embeddings: Tensor, targets: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
     """The losses of all words and the gradients of each worker's mean loss.
@@ -81,14 +94,14 @@ def _rows(of: Tensor, numbers: Tensor) -> Tensor:
 def _read(outputs: Parts, embeddings: Parts, means: bool) -> tuple[Tensor, Tensor]:
     """Of every row the logarithm of the softmax's denominator and, if wanted, the embeddings' mean under it."""
     (runs, rows, size), classes = outputs.most.shape, embeddings.most.shape[1]
-    blocks, tile = triton.cdiv(rows, ROWS), _tile(outputs)
+    blocks, tile = triton.cdiv(rows, ROWS), outputs.tile
     parts = max(1, min(16, PROGRAMS // (blocks * runs), classes // tile))  # of the classes, each by its own program
     each = tile * triton.cdiv(classes, tile * parts)
     tops, totals = (outputs.scale.new_empty(parts, runs, rows) for _ in range(2))
     sums = outputs.scale.new_empty((parts, runs, rows, size) if means else 0)
     _read_classes[blocks, parts, runs](
         outputs.most, outputs.rest, outputs.scale, embeddings.most, embeddings.rest, embeddings.scale, tops, totals,
-        sums, rows, classes, each, size, ROWS, tile, _width(size), means, _halved(outputs), num_stages=2,
+        sums, rows, classes, each, size, ROWS, tile, outputs.width, means, outputs.halved, num_stages=2,
     )  # fmt: skip
     whole = torch.logsumexp(tops + totals.log(), dim=0)
     return whole, (sums * (tops - whole).exp()[..., None]).sum(0) if means else sums
@@ -96,24 +109,12 @@ def _read(outputs: Parts, embeddings: Parts, means: bool) -> tuple[Tensor, Tenso
 
 def _write(outputs: Parts, embeddings: Parts, targets: Tensor, normalisers: Tensor, into: Tensor) -> None:
     (runs, workers, words), (_, classes, size) = targets.shape, embeddings.most.shape
-    tile = 2 * _tile(outputs)
+    tile = 2 * outputs.tile
     _write_classes[triton.cdiv(classes, tile), workers, runs](
         into, outputs.most, outputs.rest, outputs.scale, embeddings.most, embeddings.rest, embeddings.scale, targets,
-        normalisers, *into.stride()[:2], words, classes, size, ROWS // 2, tile, _width(size), _halved(outputs),
+        normalisers, *into.stride()[:2], words, classes, size, ROWS // 2, tile, outputs.width, outputs.halved,
         num_stages=2,
     )  # fmt: skip
-
-
-def _tile(parts: Parts) -> int:
-    return CLASSES if _halved(parts) else CLASSES // 2  # numbers of 64 bits need the room of four
-
-
-def _width(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
-
-
-def _halved(parts: Parts) -> bool:
-    return parts.most.dtype == torch.float16
 
 
 @triton.jit

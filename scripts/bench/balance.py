@@ -113,7 +113,7 @@ def launches(
     gpu: ModuleType, call: Callable[[], object], positions: int, repeats: int
 ) -> dict[str, float | list[float]]:
     """Microseconds per position of the launches that multiply rows with each other, and of those that decide signs."""
-    launch, kernels = gpu._launch, {"gram_us": "_gram_kernel", "walk_us": "_decide_kernel"}
+    launch, kernels = gpu.launch, {"gram_us": "_gram_kernel", "walk_us": "_decide_kernel"}
     found = {key: [] for key in kernels}
     for _ in range(repeats):
         marks = []
@@ -125,7 +125,7 @@ def launches(
             events[1].record()
             marks.append((kernel.__name__, events))
 
-        with patch.object(gpu, "_launch", marked):
+        with patch.object(gpu, "launch", marked):
             call()
         torch.cuda.synchronize()
         for key, values in found.items():

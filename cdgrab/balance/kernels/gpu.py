@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdgrab.balance import rules as plain
-from cdgrab.balance.kernels import gram
+from cdgrab.balance import rules
+from cdgrab.balance.kernels import gram, single
 from cdgrab.balance.kernels.bounds import check_sizes
+from cdgrab.balance.kernels.launching import cut, launch
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,9 @@ class Shape:
 
 
 MOST_BLOCKS = 512  # blocks whose matrices are in memory at once
-ROW_COLUMNS, ROW_PROGRAMS = 1024, 512  # for a single row
-ROUNDING = tl.constexpr(plain.ROUNDING)
+ROUNDING = tl.constexpr(rules.ROUNDING)
 COUNTS = ["position_stride", "worker_stride", "group", "count", "vectors"]  # do not specialise kernels on these values
-COUNTS += ["first", "blocks", "begin", "end", "tiles", "index"]
-_compiled: dict[tuple, object] = {}  # kernels by kind of arguments; the interpreter compiles none
+COUNTS += ["first", "blocks", "begin", "end", "tiles"]
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None = None) -> Tensor:
@@ -64,20 +63,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None =
     return by_worker.T
 
 
-def balance_row(row: Tensor, running: Tensor, limits: Tensor, index: int, signs: Tensor) -> Tensor:
-    """The sign [1, 1] of row [dim] alone, which is written to signs[index]; its limit is limits[index]. What is not
-    finite in it counts as zero. Takes no memory but for a few numbers per program, so that a training beside it keeps
-    its own, and two launches: blocks of rows pay for their matrices with many more."""
-    vector = math.gcd(4, row.numel(), row.data_ptr() // row.element_size())
-    tiles, programs = _cut(row.numel(), ROW_COLUMNS, ROW_PROGRAMS)
-    products = torch.empty(programs, 2, dtype=torch.float64, device=row.device)
-    where, sizes = (row, running, products, row.numel() // vector, tiles), {"COLUMNS": ROW_COLUMNS, "VECTOR": vector}
-    _launch(_multiply_row_kernel, (programs, 1, 1), where, sizes, 4, False)
-    sizes["PROGRAMS"] = 1 << (programs - 1).bit_length()
-    _launch(_add_row_kernel, (programs, 1, 1), (*where, limits, signs, index), sizes, 4, False)
-    return signs[index].view(1, 1)
-
-
+balance_row = single.balance_row
 balance_centred = partial(gram.balance_centred, by=balance)
 balance_kh = partial(gram.balance_kh, by=balance)
 
@@ -88,7 +74,7 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
     dim = rows.shape[2]
     shape = shape or _shape_for(rows, sums, count)
     blocks = -(-count // shape.rows)
-    tiles, programs = _cut(dim, shape.columns, shape.programs)
+    tiles, programs = cut(dim, shape.columns, shape.programs)
     together = rows.is_cuda or programs == 1  # the interpreter runs programs one by one, so it needs a launch per step
     strides = rows.stride(0) // shape.vector, rows.stride(1) // shape.vector
     where = (rows, *strides, group, count, dim // shape.vector)
@@ -103,17 +89,17 @@ def _balance(rows: Tensor, running: Tensor, limits: Tensor, signs: Tensor, group
         arrived = torch.zeros(sums, dtype=torch.int32, device=rows.device)
         for begin, end in [(0, some + 1)] if together else [(step, step + 1) for step in range(some + 1)]:
             arguments = (*where, running, lenient, signs, matrices, products, arrived, first, some, begin, end, tiles)
-            _launch(_decide_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
+            launch(_decide_kernel, (programs, sums, 1), arguments, sizes, shape.warps, sizes["WAIT"])
 
 
 def _gram(where: tuple, first: int, blocks: int, sums: int, shape: Shape) -> Tensor:
     """[sums, blocks, rows, rows]"""
     rows, dim = where[0], where[-1] * shape.vector
     splits_wanted = max(1, shape.gram_programs // (blocks * sums))
-    tiles, splits = _cut(dim, shape.gram_columns, splits_wanted)
+    tiles, splits = cut(dim, shape.gram_columns, splits_wanted)
     parts = torch.empty(sums, blocks, splits, shape.rows, shape.rows, dtype=torch.float64, device=rows.device)
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.gram_columns, "VECTOR": shape.vector}
-    _launch(_gram_kernel, (splits, blocks, sums), (*where, parts, first, tiles), sizes, shape.gram_warps, False)
+    launch(_gram_kernel, (splits, blocks, sums), (*where, parts, first, tiles), sizes, shape.gram_warps, False)
     return parts[:, :, 0] if splits == 1 else parts.sum(2)
 
 
@@ -121,28 +107,9 @@ def _lenient(limits: Tensor, matrices: Tensor) -> Tensor:
     """Limits of full blocks [sums, rows], raised by the rounding error of a row's product with r, in which rows as long
     as any of its block may have cancelled."""
     lengths = matrices.diagonal(dim1=2, dim2=3).sqrt()
-    lenient = (lengths * (lengths.amax(2, keepdim=True) * plain.ROUNDING)).flatten(1)
+    lenient = (lengths * (lengths.amax(2, keepdim=True) * rules.ROUNDING)).flatten(1)
     lenient[:, : limits.shape[1]] += limits[:, : lenient.shape[1]]
     return lenient
-
-
-def _launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, together: bool) -> None:
-    """Triton's launch analysis often takes longer than the kernel, so its result is cached per kind of arguments. The
-    kind must therefore include everything about the arguments that a compiled kernel relies on."""
-    kind = [a < 2**31 if type(a) is int else (a.dtype, a.data_ptr() % 16) for a in arguments]
-    key = (kernel.__name__, arguments[0].device, *kind, *sizes.values(), warps, together)
-    compiled = _compiled.get(key)
-    if compiled:
-        compiled[grid](*arguments, *sizes.values())
-    else:
-        options = {"num_warps": warps, "launch_cooperative_grid": together}
-        _compiled[key] = kernel[grid](*arguments, **sizes, **options)
-
-
-def _cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
-    """How many tiles of `columns` each program gets, and how many programs (at most `programs`) that takes."""
-    tiles = -(-dim // (columns * programs))  # plain arithmetic: Triton's cdiv takes as long as a launch
-    return tiles, -(-dim // (tiles * columns))
 
 
 def _shape_for(rows: Tensor, sums: int, count: int) -> Shape:
@@ -326,45 +293,3 @@ def _decide(inner, limit, matrix, gram, ROWS: tl.constexpr):
         excess = tl.where(plus, excess + row, excess - row)  # both are computed before the sign is known
         signs = tl.where(lane == j, tl.where(plus, 1.0, -1.0), signs)
     return signs
-
-
-@triton.jit
-def _finite(row, column, dim):
-    """Values of a row in float64, zero where they are not finite."""
-    values = tl.load(row + column, mask=column < dim, other=0.0).to(tl.float64)
-    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _multiply_row_kernel(row, running, products, vectors, tiles, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """Inner products of a row with the running sum and with itself, over some of the coordinates."""
-    program, dim = tl.program_id(0), vectors * VECTOR
-    with_sum, with_itself = tl.zeros((COLUMNS,), tl.float64), tl.zeros((COLUMNS,), tl.float64)
-    for tile in range(tiles):
-        column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        values = _finite(row, column, dim)
-        with_sum += values * tl.load(running + column, mask=column < dim, other=0.0)
-        with_itself += values * values
-    tl.store(products + 2 * program, tl.sum(with_sum, axis=0))
-    tl.store(products + 2 * program + 1, tl.sum(with_itself, axis=0))
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def _add_row_kernel(
-    row, running, products, vectors, tiles, limits, signs, index,
-    COLUMNS: tl.constexpr, VECTOR: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Every program sums the products of all, decides the sign for itself, and adds its part of the signed row."""
-    program, dim = tl.program_id(0), vectors * VECTOR
-    every = tl.arange(0, PROGRAMS)
-    there = every < tl.num_programs(0)
-    inner = tl.sum(tl.load(products + 2 * every, mask=there, other=0.0), axis=0)
-    square = tl.sum(tl.load(products + 2 * every + 1, mask=there, other=0.0), axis=0)
-    excess = inner - tl.load(limits + index) - ROUNDING * (tl.abs(inner) + square)
-    sign = tl.where(excess <= 0.0, 1.0, -1.0)
-    if program == 0:
-        tl.store(signs + index, sign.to(tl.int8))
-    for tile in range(tiles):
-        column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.load(running + column, mask=column < dim, other=0.0) + sign * _finite(row, column, dim)
-        tl.store(running + column, total, mask=column < dim)

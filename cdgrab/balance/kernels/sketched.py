@@ -32,7 +32,7 @@ def add_to_sketches(sums: Tensor, coordinates: tuple[Tensor, Tensor], pieces: Te
     pieces = pieces if pieces.stride(1) == 1 else pieces.contiguous()
     _add_kernel[triton.cdiv(size, PLACES), rows](
         sums, entries, ends, pieces, pieces.stride(0), len(ends), size, CHUNK, SIGN, PLACES, AT_ONCE, num_warps=1
-    )  # fmt: skip
+    )
 
 
 @triton.jit
