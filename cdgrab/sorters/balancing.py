@@ -130,8 +130,9 @@ class BalancingSorter(Sorter):
         pairs = gradients.shape[1] // 2
         by_position = gradients[:, : 2 * pairs].transpose(0, 1)
         memory = None  # torch.sub makes its own
-        if gradients.nbytes > SMALL:  # the wait for it may be interrupted
-            memory = self._order_server(gradients.is_cuda).room(gradients, pairs, *by_position.shape[1:])
+        if gradients.nbytes > SMALL:  # on a CPU these are subtracted while others are being decided
+            server, shape = self._order_server(gradients.is_cuda), (pairs, *by_position.shape[1:])
+            memory = server.room(gradients, *shape, sparing=gradients.is_cuda)
         self._unpaired = gradients[:, 2 * pairs :].clone()
         return torch.sub(by_position[0::2], by_position[1::2], out=memory)
 

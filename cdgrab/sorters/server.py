@@ -70,14 +70,14 @@ class OrderServer:
         if self._collected_bytes + size > self._balancer.block_bytes:
             self.flush()
 
-    def room(self, like: Tensor, *shape: int) -> Tensor:
-        """Memory for rows: that of decided ones, if there is any, or of those that are being decided, if more would
-        exceed the buffer. On a CPU getting new memory takes longer than writing to it; on a GPU only the stream waits.
-        """
+    def room(self, like: Tensor, *shape: int, sparing: bool = True) -> Tensor:
+        """Memory for rows: that of decided ones, if there is any. On a CPU getting new memory takes longer than writing
+        to it. sparing: if more would exceed the buffer, wait for the memory of rows that are being decided; on a GPU
+        only the stream waits."""
         size = math.prod(shape)
         while self._running and self._running[0].done():
             self._wait_for_oldest()
-        too_much = self._waiting_bytes() + size * like.element_size() > self._buffer_bytes
+        too_much = sparing and self._waiting_bytes() + size * like.element_size() > self._buffer_bytes
         if self._running and too_much and _fits(self._running[0].rows, like, size):
             self._running[0].hand_over()
             self._retire()
