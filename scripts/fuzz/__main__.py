@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ from scripts.fuzz.runs import MADE, runs
 from scripts.fuzz.settings import settings
 from scripts.fuzz.states import states
 from scripts.fuzz.tables import tables
-from scripts.reliability import Record, cpu_seconds
+from scripts.reliability import Record, cpu_seconds, die_with_parent
 
 KINDS = {  # each with its share of all inputs
     "settings": (settings, 0.15),
@@ -82,6 +83,7 @@ def portions(kinds: dict[str, int], seed: int) -> Iterator[tuple[str, Counter]]:
     """What is found in portions of so many inputs of each kind, each in a process of its own: a crash of the
     interpreter is a finding too."""
     waiting = [(kind, n, min(PORTION, inputs - n)) for kind, inputs in kinds.items() for n in range(0, inputs, PORTION)]
+    random.Random(seed).shuffle(waiting)  # whenever it is interrupted, there is something of every kind
     context, running = multiprocessing.get_context("fork"), []
     while waiting or running:
         while waiting and len(running) < LANES:
@@ -103,6 +105,7 @@ def portions(kinds: dict[str, int], seed: int) -> Iterator[tuple[str, Counter]]:
 
 
 def _portion(kind: str, inputs: int, seed: str, found: Connection) -> None:
+    die_with_parent()
     faulthandler.enable()
     with tempfile.TemporaryDirectory() as scratch:
         found.send(fuzz(kind, inputs, random.Random(seed), Path(scratch)))
@@ -136,4 +139,5 @@ def main(command_line: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(exit_status(main, "interrupted: the inputs before are counted"))

@@ -38,9 +38,9 @@ import torch
 from cdgrab.errors import MissingError
 from experiments.early import STATUS, exit_status
 from scripts.arguments import Parser, positive
-from scripts.reliability import Record, cpu_seconds
+from scripts.reliability import Record, cpu_seconds, die_with_parent
 from scripts.soak.disturbances import DISTURBANCES, draw
-from scripts.soak.processes import HANGS, Processes, die_with_parent, load_kernels
+from scripts.soak.processes import HANGS, Processes, load_kernels
 from scripts.soak.victims import VICTIMS, Victim, warm_up
 
 LANES = 2  # victims at the same time

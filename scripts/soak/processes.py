@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import random
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from cdgrab.balance import kernels
 from experiments import early
 from experiments.store.files import ROOT
+from scripts.reliability import die_with_parent
 
-DIE_WITH_PARENT = 1  # of prctl
 PATIENCE = 0.1  # seconds after which torchrun notices that a process has ended
 JUMPS = 1e6  # seconds by which a clock jumps at most
 LIMIT, HANGS = 240.0, 256  # seconds after which a process counts as hanging, and the status of one that does
@@ -145,10 +144,6 @@ def _stands_still(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _rank(work: Callable[[], int], rank: int, ranks: int, port: int, out: int, clock: random.Random | None) -> None:
