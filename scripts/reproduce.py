@@ -24,8 +24,9 @@ from omegaconf import DictConfig
 from cdgrab.errors import CdgrabError, DivergedError
 from experiments import launch
 from experiments.report import tables as report
+from experiments.report.manifests import without
 from experiments.report.notebook import execute
-from experiments.report.runs import Group, groups, sweeps, without
+from experiments.report.runs import Group, groups, sweeps
 from experiments.store.files import ROOT, home
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config

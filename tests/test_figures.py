@@ -209,23 +209,34 @@ def test_herding_is_drawn_where_it_was_logged(swept):
     assert [*difference, "1 of 1 seeds", "too few seeds"] in cells_of(table)
 
 
-def test_seconds_of_runs_that_shared_a_gpu_are_not_shown(group):
+def test_seconds_are_those_of_runs_made_alone(group):
     assert len(figures.learning_curves(group, METRICS, "title", FIGURE).axes) == 3 * len(METRICS)
+    before = report.summary(group, METRICS, FIGURE)
 
-    def sharing(*seeds):
+    def sharing(device, *seeds):
         for path in (path for seed in seeds for path in group.directory.glob(f"*-s{seed}/manifest.json")):
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "a GPU", "config": {"jobs": 2}}))
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"device": device, "config": {"jobs": 2}}))
         shared = Group(group.directory)
         cells = cells_of(report.summary(shared, METRICS, FIGURE))
         return shared, next(row[-1] for row in cells if row[0] == "CD-GraB")
 
-    some, seconds = sharing(0, 1)  # those of the third seed are still shown
+    some, seconds = sharing("a GPU", 0, 1)  # those of the third seed are still shown
     assert seconds == "2.000" and len(figures.learning_curves(some, METRICS, "title", FIGURE).axes) == 3 * len(METRICS)
     assert {m["seed"] for m in some.alone.manifests} == {2}
-    shared, seconds = sharing(2)
+    shared, seconds = sharing("cpu", 2)  # a core of its own is not the machine
     figure = figures.learning_curves(shared, METRICS, "title", FIGURE)
     assert [panel.get_xlabel() for panel in figure.axes] == ["epoch"] * 2 * len(METRICS)
-    assert "up to 2 runs at a time" in shared.caption() and seconds == "–"
+    assert "CPU, a GPU, up to 2 runs at a time: no times ·" in shared.caption() and seconds == "–"
+    for sorter, label in (("cd_grab", "CD-GraB"), ("d_rr", "D-RR")):  # two runs more, made alone
+        write_run(group.directory, sorter, label, 10, [4.0, 3.0, 2.0, 1.0], size="quick")
+    more = Group(group.directory)
+    figure = figures.learning_curves(more, METRICS, "title", FIGURE)
+    assert [line.get_label() for line in figure.axes[2].get_lines()] == ["CD-GraB", "D-RR"]
+    assert list(figure.axes[2].get_lines()[0].get_ydata()) == [4.0, 3.0, 2.0, 1.0]
+    assert "3–4 seeds" in more.caption() and "no times but those of seed 10, made alone" in more.caption()
+    old, new = (cells_of(text) for text in (before, report.summary(more, METRICS, FIGURE)))
+    changed = {now[0] for then, now in zip(old, new, strict=True) if then[:-1] != now[:-1]}
+    assert changed == {"CD-GraB", "D-RR", "CD-GraB − D-RR"}  # others are compared on the seeds that they have
 
 
 def test_figures_show_the_data_and_are_reproducible(group):

@@ -68,7 +68,7 @@ def test_verdicts(values, others, verdict, reason):
     assert (row.verdict, row.reason, row.seeds) == (verdict, reason, "3" if len(values) == 3 else "2 of 3")
 
 
-def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path):
+def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path, monkeypatch):
     for seed in range(3):
         write_run(tmp_path / "x", "cd_grab", "CD-GraB", seed, [5.0, 3.0 + seed, 2.5, 2.0])
         write_run(tmp_path / "x", "d_rr", "D-RR", seed, [6.0, 5.0, 3.5, 3.5 - seed])  # last: 3.5, 2.5, 1.5
@@ -77,6 +77,12 @@ def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path):
         1: 3 - 4,
         2: 5 - 4,
     }  # 2 never reaches it
+    monkeypatch.setattr(curve_claims, "FIGURES", FIGURES[:1])
+    for path in (tmp_path / "x").glob("*/manifest.json"):  # so that nobody knows what an epoch takes
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"replicas": 3}))
+    _, seconds = judged(curve_claims.sooner({"fig3a_lr_hmda": [Group(tmp_path / "x")]}))
+    assert (seconds.where, seconds.verdict, seconds.ours) == ("Figure 3a, seconds", "cannot decide", "–")
+    assert seconds.reason == "none of these runs had its machine for itself" and seconds.seeds == "0 of 10"
 
 
 def test_commands_name_what_was_changed(tmp_path):

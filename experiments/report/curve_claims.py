@@ -12,6 +12,7 @@ from experiments.report import measures
 from experiments.report.claims import FIGURES, FROM_THEIR_WEIGHTS, NEGLIGIBLE, TIMED, TRENDS, Figure, Pair, Trend
 from experiments.report.judging import IMPOSSIBLE, UNDECIDED, Claim, Evidence, Row
 from experiments.report.kinds import Series
+from experiments.report.manifests import without
 from experiments.report.names import (
     BASELINE,
     LOSS,
@@ -23,7 +24,7 @@ from experiments.report.names import (
     sorter_label,
 )
 from experiments.report.published import published
-from experiments.report.runs import Group, evidence, without
+from experiments.report.runs import Group, evidence
 from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.report.tables import BEST_EPOCH, ends, epochs_to, papers_ends
 from experiments.report.text import signed
@@ -70,7 +71,7 @@ def better(runs: Runs) -> Iterator[Claim | Row]:
 
 
 def sooner(runs: Runs) -> Iterator[Claim]:
-    """In epochs, counted; and in seconds where runs had the machine for themselves."""
+    """In epochs, counted; and in seconds, which only runs that had the machine for themselves can tell."""
     for figure, group, pair in _against_baseline(runs, FIGURES):
         curves = [group.curve(sorter, LOSS)["mean"] for sorter in pair]
         words = f"{group.label(pair[0])} is sooner at {group.label(pair[1])}'s last loss"
@@ -85,11 +86,10 @@ def sooner(runs: Runs) -> Iterator[Claim]:
             unit="epochs",
             beside=f"{_counts(curves)} on the mean curves",
         )
-        if figure in TIMED and set(pair) <= set(group.alone.sorters):
-            faster = measures.sooner_in_seconds(group.alone, pair)
-            where_timed = f"{title(figure, group)}, seconds"
-            family, unit = f"sooner in seconds, {where.figure}", f"seconds, {_ratio(group, *reversed(pair))}"
-            yield Claim(where_timed, words, family, faster, where, figure.seeds, False, shown=math.exp, unit=unit)
+        if figure in TIMED and (seconds := _seconds(group, pair, measures.sooner_in_seconds)):
+            where_timed, unit = f"{title(figure, group)}, seconds", f"seconds, {_ratio(group, *reversed(pair))}"
+            about = {"family": f"sooner in seconds, {where.figure}", "evidence": where, "wanted": figure.seeds}
+            yield Claim(where_timed, words, below=False, shown=math.exp, unit=unit, **about, **seconds)
 
 
 def smoother(runs: Runs) -> Iterator[Claim]:
@@ -110,19 +110,19 @@ def smoother(runs: Runs) -> Iterator[Claim]:
 
 
 def slower(runs: Runs) -> Iterator[Claim]:
-    """What an epoch takes beside one of the baseline, where runs had the machine for themselves."""
+    """What an epoch takes beside one of the baseline, which only runs that had the machine for themselves can tell."""
     for figure, group, pair in _against_baseline(runs, TIMED):
-        if set(pair) <= set(group.alone.sorters):
+        if seconds := _seconds(group, pair, measures.slower):
             yield Claim(
                 f"overhead, {title(figure, group)}",
                 overhead_said(figure, pair),
                 f"overhead, {figure.name}",
-                measures.slower(group.alone, pair),
-                _evidence(figure, group),
-                figure.seeds,
+                evidence=_evidence(figure, group),
+                wanted=figure.seeds,
                 limit=math.log(NEGLIGIBLE),
                 shown=math.exp,
                 unit=_ratio(group, *pair),
+                **seconds,
             )
 
 
@@ -149,6 +149,13 @@ def _against_baseline(runs: Runs, figures: tuple[Figure, ...]) -> Iterator[tuple
             for group in groups_of(runs, figure):
                 pairs = (pair for pair in _pairs(figure, group) if pair[1] == BASELINE and pair[0] == kind(pair[0]))
                 yield from ((figure, group, pair) for pair in pairs)
+
+
+def _seconds(group: Group, pair: Pair, measure: Callable[[Group, Pair], Series]) -> dict[str, object]:
+    """What was measured, or why nothing was; empty for variants of a figure, of which nobody says anything then."""
+    if set(pair) <= set(group.alone.sorters):
+        return {"values": measure(group.alone, pair)}
+    return {} if "," in group.source else {"values": [], "unless": "none of these runs had its machine for itself"}
 
 
 def _evidence(figure: Figure, group: Group) -> Evidence:

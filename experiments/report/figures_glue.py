@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from experiments.report import measures, names, plots
 from experiments.report.kinds import Axes, Figure, Series
+from experiments.report.manifests import pretrained_by
 from experiments.report.names import BASELINE, GLUE, LOSS, OURS
 from experiments.report.published import published
-from experiments.report.runs import Group, Sweep, pretrained_by
+from experiments.report.runs import Group, Sweep
 from experiments.report.text import FEWEST_SEEDS, markdown, mean_std
 
 EXPERIMENT = "table1_glue"

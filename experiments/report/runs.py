@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
-from experiments.report.names import counted, kind, sorter_label
+from experiments.report.manifests import alone, caption, pretrained_by, short, variant, without
+from experiments.report.names import kind, sorter_label
 from experiments.report.text import FEWEST_SEEDS
 from experiments.store.files import RESULTS
 from experiments.store.records import METRICS, read_manifest, read_metrics
@@ -26,24 +25,7 @@ class Runs:
 
     def caption(self) -> str:
         """Data source, size, settings, seeds and commit in one line."""
-        manifests, data = self.manifests, self.manifests[0]["data"]
-        settings = [m["science"] for m in manifests]
-
-        def all_of(setting: str) -> str:
-            return ", ".join(f"{value:g}" for value in sorted({some[setting] for some in settings}))
-
-        runs = Counter((m["path"].parent, _variant(m)) for m in manifests).values()
-        count = f"{min(runs)}" if len(set(runs)) == 1 else f"{min(runs)}–{max(runs)}"
-        sparsifiers = sorted({s["sparsifier.name"] for s in settings if "sparsifier.name" in s})
-        rows = f"{data['rows']['all']:,} {counted(manifests[0].get('task'))}"
-        workers = "1 worker" if all_of("workers") == "1" else f"{all_of('workers')} workers"
-        return (
-            f"{'EMBEDDED DATA: ' if data['embedded'] else ''}{data['description']}, {rows} · "
-            f"{_size(manifests)} · {workers}, batch {all_of('task.batch')}, lr {all_of('task.lr')}"
-            f"{''.join(f', sparsifier {name}' for name in sparsifiers)} · "
-            f"{_seeds(count, max(runs))} · {_machine(manifests)} · "
-            f"commit {', '.join(sorted({m['commit'] or 'unknown' for m in manifests}))}"
-        )
+        return caption(self.manifests)
 
 
 @dataclass(frozen=True)
@@ -67,8 +49,8 @@ class Group(Runs):
     def manifests(self) -> list[dict]:
         """Of the finished runs, by sorter and seed."""
         found = [read_manifest(path.parent) | {"path": path.parent} for path in self.directory.glob("*/manifest.json")]
-        finished = [m for m in found if m.get("status") == "finished" and (_alone(m) or not self.only_alone)]
-        return sorted(finished, key=lambda m: (_variant(m), m["seed"]))
+        finished = [m for m in found if m.get("status") == "finished" and (alone(m) or not self.only_alone)]
+        return sorted(finished, key=lambda m: (variant(m), m["seed"]))
 
     @cached_property
     def metrics(self) -> DataFrame:
@@ -81,19 +63,19 @@ class Group(Runs):
             lines = read_metrics(path)
             if len(lines) != (epochs := manifest["science"].get("epochs", len(lines))):
                 raise CdgrabError(f"{path} is damaged: it has {len(lines)} of {epochs} epochs; run this run again")
-            run = {"sorter": _variant(manifest), "seed": manifest["seed"]}
+            run = {"sorter": variant(manifest), "seed": manifest["seed"]}
             rows += [line | run for line in lines]
         table = pd.DataFrame(rows)
         return table.assign(elapsed=table.groupby(["sorter", "seed"])["seconds"].cumsum())
 
     @property
     def sorters(self) -> list[str]:
-        return list(dict.fromkeys(_variant(m) for m in self.manifests))
+        return list(dict.fromkeys(variant(m) for m in self.manifests))
 
     def label(self, sorter: str) -> str:
         if kind(sorter) == "riffle":  # the published code's order; figures must say so
             return sorter_label(sorter, "riffle (no balancing)")
-        manifest = next(m for m in self.manifests if _variant(m) == sorter)
+        manifest = next(m for m in self.manifests if variant(m) == sorter)
         return sorter_label(sorter, manifest["sorter_label"])
 
     def curve(self, sorter: str, metric: str) -> DataFrame:
@@ -149,7 +131,7 @@ class Group(Runs):
         harmless = HARMLESS - ({"epochs"} if linear else set())
         own = all(m["data"]["papers_own"] and m.get("size", "paper") == "paper" for m in self.manifests)
         started = {name for m in self.manifests for name in pretrained_by(m)}
-        return own and self._changed <= harmless | {_short(self.columns)} and started <= {PAPERS_PRETRAINED}
+        return own and self._changed <= harmless | {short(self.columns)} and started <= {PAPERS_PRETRAINED}
 
     @property
     def on_the_papers_data(self) -> bool:
@@ -167,8 +149,8 @@ class Group(Runs):
 
     @cached_property
     def alone(self) -> Group:
-        """Those of its runs whose seconds are meaningful: runs that shared a GPU took turns on it, and of runs that
-        trained together only the group's time is known."""
+        """Those of its runs whose seconds are meaningful: they had the machine for themselves. Of runs that trained
+        together only the group's time is known."""
         return Group(self.directory, only_alone=True)
 
     @property
@@ -201,12 +183,6 @@ class Sweep(Runs):
         return [manifest for group in self.groups for manifest in group.manifests]
 
 
-def pretrained_by(manifest: dict) -> set[str]:
-    """The runs whose model a run started from, as <experiment>/<data source and settings>."""
-    names = [name.partition("checkpoint ")[2] for name in manifest["data"].get("checksums", {})]
-    return {name.rpartition("/")[0] for name in names if name}
-
-
 def groups(experiment: str) -> list[Group]:
     """Groups of an experiment that have finished runs: all but trials, or the one that CDGRAB_GROUP names."""
     only = _only(experiment)
@@ -233,52 +209,6 @@ def sweeps(experiment: str, setting: str, metric: str | None = None) -> list[Swe
         for source, members in sources.items()
         if wanted in (None, source)
     ]
-
-
-def without(source: str, setting: str | None) -> str:
-    """A group's folder name without one of its changed settings."""
-    return re.sub(rf",{re.escape(_short(setting))}=[^,]*", "", source) if setting else source
-
-
-def _size(manifests: list[dict]) -> str:
-    """For instance: size paper; size quick; size paper with epochs=8, limit=12800."""
-    sizes = sorted({m.get("size", "paper") for m in manifests})
-    names = [without(m["path"].parent.name, m.get("config", {}).get("columns")) for m in manifests]
-    changed = dict.fromkeys(part for name in names for part in name.split(",")[1:])
-    return f"size {', '.join(sizes)}" + (f" with {', '.join(changed)}" if changed else "")
-
-
-def _seeds(count: str, most: int) -> str:
-    return "1 seed" if most == 1 else f"{count} seeds, mean" + " ± std" * (most >= FEWEST_SEEDS)
-
-
-def _machine(manifests: list[dict]) -> str:
-    """The machine on which times were measured, and whether runs shared it."""
-    devices = sorted({"CPU" if m.get("device", "cpu") == "cpu" else m["device"] for m in manifests})
-    most, together = max(map(_jobs, manifests)), max(m.get("replicas", 1) for m in manifests)
-    at_a_time = f", up to {most} runs at a time" if most > 1 else ""
-    of_some = " of these" if any(map(_alone, manifests)) else ""
-    as_one = f", up to {together} runs trained together: no times{of_some}" if together > 1 else ""
-    return ", ".join(devices) + at_a_time + as_one
-
-
-def _alone(manifest: dict) -> bool:
-    """Whether a run had its machine for itself."""
-    return manifest.get("replicas", 1) == 1 and (manifest.get("device", "cpu") == "cpu" or _jobs(manifest) == 1)
-
-
-def _jobs(manifest: dict) -> int:
-    return manifest.get("config", {}).get("jobs", 1)
-
-
-def _variant(manifest: dict) -> str:
-    """The sorter and its changed options, as in the name of the run's folder."""
-    return manifest["path"].name.rpartition("-s")[0]
-
-
-def _short(setting: str) -> str:
-    """A setting's name as in folder names."""
-    return setting.removeprefix("task.")
 
 
 def _only(experiment: str) -> Path | None:

@@ -44,6 +44,8 @@ The rules, here and everywhere:
   first look that decides them, and count the seeds of that look, though more may have been run since. Below three seeds
   there is neither ±, nor an interval, nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
+- Seconds count only of runs that had their machine for themselves: one run at a time, on a GPU or a CPU, and not
+  trained together with others. Such runs are few; where there are none, claims about seconds cannot be decided.
 - Epochs to a loss are counted, not interpolated; a loss that is not reached counts as one epoch more than there are.
 - Scatter is the standard deviation of the change from one epoch to the next, over the last half of the epochs. It is
   that of single runs here, but that of means over seeds in the paper: its direction can be compared, its size cannot.
