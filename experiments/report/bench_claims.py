@@ -11,7 +11,7 @@ from experiments.report.figures_bench import MIB, papers_mib
 from experiments.report.judging import CONTRADICTED, REPRODUCED, UNDECIDED, Evidence, Row
 from experiments.report.names import BASELINE, OURS, sorter_label, task_name
 from experiments.report.text import plural, signed
-from experiments.store.bench import read_rows
+from experiments.store.bench import SIZES, read_manifests, read_rows
 
 FIGURES = {"lr_hmda": TIMED[0], "lstm_wiki2": TIMED[1], "mlp_m4": TIMED[2]}
 
@@ -25,7 +25,7 @@ def overhead() -> Iterator[Row]:
             overhead_said(figure, figure.pairs[0]),
             *_verdict(low, high, NEGLIGIBLE),
             ours=f"{row['ratio']:.3g}, quartiles {low:.3g} and {high:.3g} (CD-GraB's / D-RR's)",
-            evidence=Evidence(row["data"], f"overhead_epoch-{row['device']}", _command("epoch")),
+            evidence=Evidence(row["data"], f"overhead_epoch-{row['device']}", _command("epoch", row["device"])),
         )
 
 
@@ -46,7 +46,7 @@ def memory() -> Iterator[Row]:
             f"CD-GraB needs at most {limit:.4g} MiB more than D-RR for the LSTM, 4 workers ({by_use})",
             *_verdict(low, high, limit),
             ours=f"{row['extra_bytes'] / MIB:.3g} MiB a process, quartiles {low:.3g} and {high:.3g}{beside}",
-            evidence=Evidence("WikiText-2", f"fig8_memory-{row['device']}", _command("memory")),
+            evidence=Evidence("WikiText-2", f"fig8_memory-{row['device']}", _command("memory", row["device"])),
         )
 
 
@@ -60,7 +60,7 @@ def traffic() -> Iterator[Row]:
             f"negligible overhead; gathering all gradients, as its code does, sends {signed(theirs)} times D-RR's",
             *_verdict(ratio, ratio, NEGLIGIBLE),
             ours=f"{ratio:.6g} times D-RR's bytes, counted",
-            evidence=Evidence("any", f"overhead_traffic-{row['device']}", _command("traffic")),
+            evidence=Evidence("any", f"overhead_traffic-{row['device']}", _command("traffic", row["device"])),
         )
 
 
@@ -81,12 +81,15 @@ def speed() -> Iterator[Row]:
                 "" if apart else f"the quartiles overlap with those of {best['method']}",
                 ours=f"{ours[method]['ratio']:.3g} of DDP's time, quartiles {mine[0]:.3g} and {mine[1]:.3g}; "
                 f"{best['method']}, the fastest other: {best['ratio']:.3g}, {theirs[0]:.3g} and {theirs[1]:.3g}",
-                evidence=Evidence("made-up examples", f"overhead_link-{best['device']}", _command("link")),
+                evidence=Evidence("made-up examples", f"overhead_link-{best['device']}", _command("link", best["device"])),
             )
 
 
-def _command(benchmark: str) -> str:
-    return f"make bench BENCH={benchmark} SIZE=full"
+def _command(benchmark: str, device: str) -> str:
+    """What gives these rows again, where they are: rows below the full size would go elsewhere by themselves."""
+    size = read_manifests(benchmark)[device]["size"]
+    there = "" if size == SIZES[-1] else "CDGRAB_BENCH=results/bench "
+    return f"{there}python -m scripts.bench {benchmark} --size {size} --device {device}"
 
 
 def _verdict(low: float, high: float, most: float) -> tuple[str, str]:
