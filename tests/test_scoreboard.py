@@ -92,6 +92,14 @@ def test_commands_name_what_was_changed(tmp_path):
     changed = "epochs=2 task.batch=16 'seed=range(0,3)'"
     command = f"python -m experiments.launch -m experiment=fig3c_mlp_m4 size=paper {changed}"
     assert curve_claims._command(Group(folder)) == command
+    folder = tmp_path / "fig3c_mlp_m4" / "M4-weekly"
+    for seed in range(3):
+        write_run(folder, "d_rr", "D-RR", seed, [1.0], task="mlp_m4")
+    write_run(folder, "cd_grab,initial=identity", "CD-GraB", 0, [1.0], task="mlp_m4")
+    option = "size=paper sorter=cd_grab sorter.initial=identity 'seed=range(0,1)'"
+    assert curve_claims._command(Group(folder), ("cd_grab,initial=identity", "d_rr")) == (
+        f"make reproduce-mlp-m4 SIZE=paper SEEDS=3 && python -m experiments.launch -m experiment=fig3c_mlp_m4 {option}"
+    )
 
 
 def test_an_undecided_line_of_a_study_has_its_unit_and_its_reason():

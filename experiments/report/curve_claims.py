@@ -12,7 +12,7 @@ from experiments.report import measures
 from experiments.report.claims import FIGURES, FROM_THEIR_WEIGHTS, NEGLIGIBLE, TIMED, TRENDS, Figure, Pair, Trend
 from experiments.report.judging import IMPOSSIBLE, UNDECIDED, Claim, Evidence, Row
 from experiments.report.kinds import Series
-from experiments.report.manifests import without
+from experiments.report.manifests import variant, without
 from experiments.report.names import (
     BASELINE,
     LOSS,
@@ -75,7 +75,7 @@ def sooner(runs: Runs) -> Iterator[Claim]:
     for figure, group, pair in _against_baseline(runs, FIGURES):
         curves = [group.curve(sorter, LOSS)["mean"] for sorter in pair]
         words = f"{group.label(pair[0])} is sooner at {group.label(pair[1])}'s last loss"
-        where = _evidence(figure, group)
+        where = _evidence(figure, group, pair)
         yield Claim(
             title(figure, group),
             f"{words}, in epochs: {_counts(_papers(figure, group.column, pair))}",
@@ -94,7 +94,7 @@ def sooner(runs: Runs) -> Iterator[Claim]:
 
 def smoother(runs: Runs) -> Iterator[Claim]:
     for figure, group, pair in _against_baseline(runs, FIGURES):
-        theirs, where = _papers(figure, group.column, pair), _evidence(figure, group)
+        theirs, where = _papers(figure, group.column, pair), _evidence(figure, group, pair)
         ratio = f": on its mean curves {_scatter_ratio(theirs):.3g} times, not comparable in size" if theirs else ""
         yield Claim(
             title(figure, group),
@@ -117,7 +117,7 @@ def slower(runs: Runs) -> Iterator[Claim]:
                 f"overhead, {title(figure, group)}",
                 overhead_said(figure, pair),
                 f"overhead, {figure.name}",
-                evidence=_evidence(figure, group),
+                evidence=_evidence(figure, group, pair),
                 wanted=figure.seeds,
                 limit=math.log(NEGLIGIBLE),
                 shown=math.exp,
@@ -158,22 +158,34 @@ def _seconds(group: Group, pair: Pair, measure: Callable[[Group, Pair], Series])
     return {} if "," in group.source else {"values": [], "unless": "none of these runs had its machine for itself"}
 
 
-def _evidence(figure: Figure, group: Group) -> Evidence:
+def _evidence(figure: Figure, group: Group, pair: Pair) -> Evidence:
     first = group.manifests[0]
     own = "" if first["data"]["papers_own"] else ", not the paper's"
     source = without(group.source, group.columns)
-    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group))
+    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group, pair))
 
 
-def _command(group: Group) -> str:
-    """What makes these runs; make itself cannot change all settings."""
+def _command(group: Group, pair: Pair = ()) -> str:
+    """What makes these runs; make itself cannot change all settings, and knows no options of sorters."""
     first, (_, *changed) = group.manifests[0], without(group.source, group.columns).split(",")
-    if not changed:
-        return f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper"
-    settings = (setting if setting.partition("=")[0] in first["science"] else f"task.{setting}" for setting in changed)
-    seeds = 1 + max(manifest["seed"] for manifest in group.manifests)
+    commands = [f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper SEEDS={_seeds_made(group)}"]
+    if changed:
+        names = (setting.partition("=")[0] for setting in changed)
+        settings = (s if name in first["science"] else f"task.{s}" for s, name in zip(changed, names, strict=True))
+        commands = [_launch(group, _seeds_made(group), *settings)]
+    for name, options in ((sorter, sorter.split(",")[1:]) for sorter in pair if "," in sorter):
+        sorted_by = [f"sorter={kind(name)}", *(f"sorter.{option}" for option in options)]
+        commands.append(_launch(group, _seeds_made(group, name), *sorted_by))
+    return " && ".join(commands)
+
+
+def _launch(group: Group, seeds: int, *settings: str) -> str:
     experiment = f"experiment={group.directory.parent.name} size=paper {' '.join(settings)}"
     return f"python -m experiments.launch -m {experiment} 'seed=range(0,{seeds})'"
+
+
+def _seeds_made(group: Group, sorter: str | None = None) -> int:
+    return 1 + max(m["seed"] for m in group.manifests if sorter in (None, variant(m)))
 
 
 def _nothing(figure: Figure, column: Column) -> Row:
@@ -185,7 +197,7 @@ def _nothing(figure: Figure, column: Column) -> Row:
 
 
 def _better(figure: Figure, group: Group, metric: str, pair: Pair) -> Claim:
-    higher, (first, *others), where = higher_is_better(metric), ends(metric), _evidence(figure, group)
+    higher, (first, *others), where = higher_is_better(metric), ends(metric), _evidence(figure, group, pair)
     slack = figure.slack.get(group.column, 0.0)
     beside = [f"{when} {estimate(measures.difference(group, pair, metric, when))}" for when in others]
     unless = ""
@@ -222,7 +234,7 @@ def _said(figure: Figure, metric: str, column: Column, pair: Pair, label: Callab
 
 
 def _trend(trend: Trend, groups: list[Group]) -> Claim:
-    (first, second), where = trend.pair, _evidence(trend.figure, groups[0])
+    (first, second), where = trend.pair, _evidence(trend.figure, groups[0], trend.pair)
     theirs = {}
     for column in trend.figure.columns:
         values = papers_ends(trend.figure.experiment, LOSS, column)

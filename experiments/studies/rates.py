@@ -142,6 +142,11 @@ class Gaps:
         """The rows of one sweep, of all sorters."""
         return select(self.table, sweep=name)
 
+    def window(self, x: str, sorter: str) -> str:
+        """Which values of x a slope is fitted to; those of the noise are all there are."""
+        values = self.fitted(x, sorter)[x]
+        return f"fitted to {values.min():g} … {values.max():g} {x}" if x in SWEEPS else ""
+
     def exponents(self, x: str, sorter: str) -> Series:
         """One per seed."""
         return power_exponents(self.fitted(x, sorter), x, "gap")
@@ -158,13 +163,14 @@ class Gaps:
     def slope(self, x: str, sorter: str, words: str = "", unless: str = "", note: str = "", **limits: float) -> Verdict:
         words = words or f"exponent of {label(sorter)}'s {self.gap} in {x}"
         unless = unless or self.unsettled(x, sorter)
+        note = "; ".join(filter(None, (note, self.window(x, sorter))))
         return judge(f"{self.name}: {words}", self.exponents(x, sorter), note, unless, **limits)
 
     def steeper(self, x: str, sorter: str, other: str, unless: str = "") -> Verdict:
         words = f"{self.name}: {label(sorter)} falls faster in {x} than {label(other)}"
         difference = self.exponents(x, sorter) - self.exponents(x, other)
-        note, unless = "difference of the exponents, paired over seeds", unless or self.unsettled(x, sorter, other)
-        return judge(words, difference, note, unless, most=0.0)
+        note = f"difference of the exponents, paired over seeds; {self.window(x, sorter)}"
+        return judge(words, difference, note, unless or self.unsettled(x, sorter, other), most=0.0)
 
     def _from(self, x: str) -> float:
         return self.settings.fixed.get(x, 0)

@@ -128,6 +128,11 @@ def settled_mean(rows: DataFrame, column: str) -> Series:
     return last.groupby("seed")[column].mean()
 
 
+def settled_window(rows: DataFrame) -> str:
+    length = int(rows["iteration"].max()) + 1
+    return f"the last {min(LAST, length)} of {length} iterations"
+
+
 def settling_time(rows: DataFrame, after: int, until: int) -> Series:
     """Iterations until the density stays close for a while, one per seed; all iterations if it never does."""
 
@@ -173,7 +178,7 @@ def _build_up(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for method, limits in ((OURS, {"most": 1.1}), (TOPK, {"least": 2.0})):
         rows = select(table, measure="build-up", method=method, workers=most, target=density)
         words = f"{method_label(method)}: actual density / target with {most} workers"
-        yield judge(words, settled_mean(rows, "ratio"), **limits)
+        yield judge(words, settled_mean(rows, "ratio"), settled_window(rows), **limits)
 
 
 def _balance(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
@@ -185,7 +190,7 @@ def _balance(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
         words = f"the {names[0]} rule loads workers more evenly than the {names[1]} one"
         note = f"mean imbalance {less.mean():.2f} and {more.mean():.2f}, {settings.workers} workers"
         ratio = np.log((less / more).astype(float))
-        yield judge(f"{words}: log ratio of the imbalance", ratio, note, most=0.0)
+        yield judge(f"{words}: log ratio of the imbalance", ratio, f"{note}; {settled_window(rows)}", most=0.0)
 
 
 def _settles(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
@@ -231,10 +236,11 @@ def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> Iterator[V
 def _fewer_bytes(table: DataFrame, settings: DictConfig) -> Verdict:
     workers, density = settings.workers, settings.densities[0]
     rows = select(table, measure="build-up", workers=workers, target=density)
-    ours, dense = (settled_mean(select(rows, method=method), "bytes") for method in (OURS, DENSE))
+    rows = {method: select(rows, method=method) for method in (OURS, DENSE)}
+    ours, dense = (settled_mean(some, "bytes") for some in rows.values())
     words = f"ExDyna's bytes / dense ones with {workers} workers at density {density:g}"
     note = "workers gather k indices of four bytes, which costs half of summing k values: 1.5 · density, and padding"
-    return judge(words, ours / dense, note, most=1.7 * density)
+    return judge(words, ours / dense, f"{note}; {settled_window(rows[OURS])}", most=1.7 * density)
 
 
 def _sparse_verdicts(table: DataFrame) -> Iterator[Verdict]:
