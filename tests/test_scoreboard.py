@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from experiments.report.runs import Group
 from experiments.report.statistics import against
 from experiments.report.study_claims import Studied
 from experiments.store.files import RESULTS
-from experiments.studies.verdicts import judge
+from experiments.studies.verdicts import beside_all_seeds, judge
 
 PAIR, NOWHERE = (OURS, BASELINE), Evidence("made up", "", "–")
 HMDA = RESULTS / "runs" / "lr_hmda" / "fig3a_lr_hmda" / "NJ-2017"
@@ -109,6 +110,15 @@ def test_an_undecided_line_of_a_study_has_its_unit_and_its_reason():
     )
     assert row.ours == f"rates: {line.measured} (in doublings); wanted ≥ 0"
     assert re.fullmatch(r"the interval includes the limit; about \d+ values would decide", row.reason)
+
+
+def test_a_line_of_a_study_has_its_first_answer_and_the_numbers_of_all_seeds():
+    few, all_of_them = judge("rates", [1.0, 1.1, 1.2], least=0.0), judge("rates", [1.0, 1.1, 1.2, -0.5, -2], least=0.0)
+    line = beside_all_seeds(replace(few, seeds=3), replace(all_of_them, seeds=5))
+    claim, study = Studied("here", "larger", "made_up", ("rates",)), scoreboard.Study({"rates": line}, "", "")
+    row = scoreboard._answer(claim, study, "rates")
+    assert (row.verdict, row.seeds) == ("reproduced", "5") and row.ours.startswith(f"rates: {all_of_them.measured}")
+    assert row.reason == "decided with 3 seeds; with all of them undecided"
 
 
 def test_welch_against_published_moments():

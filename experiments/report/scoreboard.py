@@ -17,7 +17,7 @@ from experiments.report.runs import Group
 from experiments.report.statistics import SAME_LOSS, against
 from experiments.report.study_claims import EXDYNA, FIGURE_10, THEORY, Studied
 from experiments.report.tables import ends, mean_std, papers_end
-from experiments.report.text import markdown, narrow
+from experiments.report.text import markdown, narrow, plural
 from experiments.store.files import RESULTS
 
 ANSWERS = {"holds": REPRODUCED, "fails": CONTRADICTED, "equal": CONTRADICTED, "undecided": UNDECIDED}  # of studies
@@ -41,8 +41,8 @@ The rules, here and everywhere:
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
 - Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %
   with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Its claims keep the answer of the
-  first look that decides them, and count the seeds of that look, though more may have been run since. Below three seeds
-  there is neither ±, nor an interval, nor a p value.
+  first look that decides them, whose numbers are in [STUDIES.md](STUDIES.md); numbers here are those of all seeds that
+  there are by now. Below three seeds there is neither ±, nor an interval, nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
 - Seconds count only of runs that had their machine for themselves: one run at a time, on a GPU or a CPU, and not
   trained together with others. Such runs are few; where there are none, claims about seconds cannot be decided.
@@ -77,7 +77,7 @@ wide.
 class Study:
     """The lines of one study, by claim, and what they come from."""
 
-    lines: Mapping[str, object]  # with answer, measured, threshold, seeds and note
+    lines: Mapping[str, object]  # with answer, measured, threshold, seeds, note and latest
     figure: str
     data: str
 
@@ -131,12 +131,16 @@ def _answered(claims: Iterable[Studied], studies: Mapping[str, Study]) -> Iterat
 
 
 def _answer(claim: Studied, study: Study, line: str) -> Row:
-    found = study.lines[line]
-    verdict = REPRODUCED if claim.no_worse and found.answer == "equal" else ANSWERS[found.answer]
+    """The verdict is the first one that was decided; the numbers are those of all seeds."""
+    first = study.lines[line]
+    found = first.latest or first
+    verdict = REPRODUCED if claim.no_worse and first.answer == "equal" else ANSWERS[first.answer]
     about, missing = _parts(found.note)
-    reason = "equal, within the margin" if found.answer == "equal" else ""
+    reason = "equal, within the margin" if first.answer == "equal" else ""
     if verdict == UNDECIDED:
         reason = f"the interval includes the limit; {missing}" if missing else about
+    if found.answer != first.answer:
+        reason = f"decided with {plural(first.seeds, 'seed')}; with all of them {found.answer}"
     command = f"make study-{claim.study.replace('_', '-')} SIZE=paper"
     evidence = Evidence(claim.data or study.data, study.figure, command)
     ours = f"{line}: {found.measured}{f' ({about})' * bool(about)}; wanted {found.threshold}"

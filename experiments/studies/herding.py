@@ -126,8 +126,9 @@ def _halving(table: DataFrame, levels: DataFrame, sorter: str) -> Verdict:
 
 
 def _growth(levels: DataFrame, sorter: str, words: str, **limits: float) -> Verdict:
-    exponents = power_exponents(select(levels, sorter=sorter), "workers", "bound")
-    return judge(words, exponents, "exponent of the floor in workers", **limits)
+    rows = select(levels, sorter=sorter)
+    note = f"exponent of the floor in workers, fitted to {rows['workers'].min()} … {rows['workers'].max()} workers"
+    return judge(words, power_exponents(rows, "workers", "bound"), note, **limits)
 
 
 def _as_low_as_alone(levels: DataFrame) -> Verdict:

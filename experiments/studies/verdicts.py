@@ -29,6 +29,7 @@ class Verdict:
     note: str = ""
     seeds: int = 0  # how many it took to decide; 0: they are not what was repeated
     over_seeds: bool = True  # whether a study that adds seeds adds values to it
+    latest: Verdict | None = None  # the same with all seeds that there are
 
     @property
     def needs_seeds(self) -> bool:
@@ -83,10 +84,8 @@ def beyond_chance(verdict: Verdict, p: float, adjusted: float, among: str) -> Ve
 
 def beside_all_seeds(first: Verdict, last: Verdict) -> Verdict:
     """A claim's first decision. Its note says so if all seeds together would not have led to it."""
-    if first.answer == last.answer:
-        return first
-    later = f"with all {last.seeds} seeds {last.measured}: {last.answer}"
-    return replace(first, note="; ".join(filter(None, (first.note, later))))
+    later = f"with all {last.seeds} seeds {last.measured}: {last.answer}" * (first.answer != last.answer)
+    return replace(first, note="; ".join(filter(None, (first.note, later))), latest=last)
 
 
 def threshold(least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> str:
