@@ -22,23 +22,23 @@ HEADNOTE = """# Studies: the theory and its open questions, as experiments that 
 Every line is computed from the results under `results/studies`. **holds**: the whole interval is inside the threshold;
 **fails**: all of it is outside; **equal**: it contains the threshold, and all of it is within the margin in brackets,
 where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says why). Margins
-are round numbers, the same in all studies: 0.5 % of D-RR's train loss (for a slope: 0.5 % from the largest alpha to
-the smallest), 1 % where losses are divided, 10 % of a herding bound, 0.1 of an exponent; in the study of practice 0.5 %
-of the control's train loss, and a quarter of a point of the validation score. Losses, gaps and other metrics of a
-training run are means over the last quarter of its epochs, in the study of practice over the last half, in that of
-sparsification those of the last epoch. Intervals are over seeds, those of the time of epochs over pairs of them, for
-the median; what is counted has none. A claim about every rate or worker count holds where it holds at each, fails where
-it fails at one, and else is undecided or equal where it is so at one; the line shows which decides.
+are round numbers, the same in all studies unless one says otherwise: 0.5 % of D-RR's train loss (for a slope: 0.5 %
+from the largest alpha to the smallest), 1 % where losses are divided, 10 % of a herding bound, 0.1 of an exponent.
+Losses, gaps and other metrics of a training run are means over the last quarter of its epochs unless a study says
+otherwise, in that of sparsification those of the last epoch. Intervals are over seeds, those of the time of epochs over
+pairs of them, for the median; what is counted has none. A claim about every rate or worker count holds where it holds
+at each, fails where it fails at one, and else is undecided or equal where it is so at one; the line shows which
+decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
 decision stands, and the column `seeds` says how many it took; the note says so where all seeds would not have led to
 it. What is undecided has taken as many as the study allows: there the column is the limit, and the note says what a
 decision would take if mean and spread stayed what they are. A study whose settings now allow more seeds says so below
-its table. Judging repeatedly makes errors more likely, so every look
-has an equal share of the 5 % (Bonferroni): with four looks each interval is a 98.75 % one, and p values are four times
-as large. A study that looks once has 95 % intervals; so have tables and figures of the notebooks, which show all seeds.
-Only the study of sorters adjusts its p values for all sorters that it tests, and that of practice for all comparisons
-(Holm); other claims are judged one by one, so that a few of so many may be decided wrongly.
+its table. Judging repeatedly makes errors more likely, so every look has an equal share of the 5 % (Bonferroni): with
+four looks each interval is a 98.75 % one, and p values are four times as large. A study that looks once has 95 %
+intervals; so have tables and figures of the notebooks, which show all seeds. Where p values are adjusted for all that a
+study compares (Holm), the note says so; other claims are judged one by one, so that a few of so many may be decided
+wrongly.
 
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """
