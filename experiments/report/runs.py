@@ -144,8 +144,8 @@ class Group(Runs):
         return {part.partition("=")[0] for part in self.source.split(",")[1:]}
 
     def as_compared(self, metrics: tuple[str, ...]) -> tuple[str, ...]:
-        """Beside the paper's curves, perplexities are computed as in the published code."""
-        return tuple(f"{m}_authors" if self.like_the_paper and m.endswith("_ppl") else m for m in metrics)
+        """Beside the paper's curves or differences, perplexities are computed as in the published code."""
+        return tuple(m if self.trial or not m.endswith("_ppl") else f"{m}_authors" for m in metrics)
 
     @cached_property
     def alone(self) -> Group:
