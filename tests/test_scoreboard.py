@@ -14,7 +14,7 @@ from experiments.report.claims import FIGURES
 from experiments.report.judging import Claim, Evidence, judged
 from experiments.report.names import BASELINE, OURS
 from experiments.report.runs import Group
-from experiments.report.statistics import against
+from experiments.report.statistics import against, sign_p
 from experiments.report.study_claims import Studied
 from experiments.store.files import RESULTS
 from experiments.studies.verdicts import beside_all_seeds, judge
@@ -81,7 +81,9 @@ def test_epochs_are_counted_to_the_same_seeds_last_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(curve_claims, "FIGURES", FIGURES[:1])
     for path in (tmp_path / "x").glob("*/manifest.json"):  # so that nobody knows what an epoch takes
         path.write_text(json.dumps(json.loads(path.read_text()) | {"replicas": 3}))
-    _, seconds = judged(curve_claims.sooner({"fig3a_lr_hmda": [Group(tmp_path / "x")]}))
+    epochs, seconds = judged(curve_claims.sooner({"fig3a_lr_hmda": [Group(tmp_path / "x")]}))
+    assert epochs.ours.startswith("−0.333 (epochs), p = 1 of the signs; not reached on 1 seed; ")
+    assert (epochs.verdict, epochs.reason) == ("cannot decide", "so on 2 of 3 seeds")
     assert (seconds.where, seconds.verdict, seconds.ours) == ("Figure 3a, seconds", "cannot decide", "–")
     assert seconds.reason == "none of these runs had its machine for itself" and seconds.seeds == "0 of 10"
 
@@ -121,14 +123,17 @@ def test_a_line_of_a_study_has_its_first_answer_and_the_numbers_of_all_seeds():
     assert row.reason == "decided with 3 seeds; with all of them undecided"
 
 
-def test_welch_against_published_moments():
+def test_welch_against_published_moments_and_the_sign_test():
     """Two samples given as such: scipy's interval from both equals ours from one and the other's moments."""
-    from scipy.stats import ttest_ind
+    from scipy.stats import binomtest, ttest_ind
 
     ours, theirs = np.array([1.0, 2.0, 4.0, 4.5]), np.array([3.0, 3.5, 5.0])
     gap = against(ours, theirs.mean(), theirs.std(ddof=1), 3)
     assert (gap.low, gap.high) == pytest.approx(tuple(ttest_ind(ours, theirs, equal_var=False).confidence_interval()))
     assert str(against(ours, 1.0, np.nan, 3)) == "1.88"
+    for positive in range(11):
+        signs = [1.0] * positive + [-2.0] * (10 - positive) + [0.0]  # which says nothing
+        assert sign_p(signs) == pytest.approx(binomtest(positive, 10).pvalue)
 
 
 def test_without_runs_the_page_still_names_the_figures(monkeypatch):

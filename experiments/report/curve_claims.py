@@ -27,7 +27,7 @@ from experiments.report.published import published
 from experiments.report.runs import Group, evidence
 from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.report.tables import BEST_EPOCH, ends, epochs_to, papers_ends
-from experiments.report.text import signed
+from experiments.report.text import plural, signed
 
 Runs = dict[str, list[Group]]  # by experiment
 Column = str | float | None
@@ -75,7 +75,7 @@ def sooner(runs: Runs) -> Iterator[Claim]:
     for figure, group, pair in _against_baseline(runs, FIGURES):
         curves = [group.curve(sorter, LOSS)["mean"] for sorter in pair]
         words = f"{group.label(pair[0])} is sooner at {group.label(pair[1])}'s last loss"
-        where = _evidence(figure, group, pair)
+        where, never = _evidence(figure, group, pair), measures.never_there(group, pair)
         yield Claim(
             title(figure, group),
             f"{words}, in epochs: {_counts(_papers(figure, group.column, pair))}",
@@ -84,12 +84,14 @@ def sooner(runs: Runs) -> Iterator[Claim]:
             where,
             figure.seeds,
             unit="epochs",
-            beside=f"{_counts(curves)} on the mean curves",
+            beside=f"not reached on {plural(never, 'seed')}; " * bool(never) + f"{_counts(curves)} on the mean curves",
+            censored=never,
         )
         if figure in TIMED and (seconds := _seconds(group, pair, measures.sooner_in_seconds)):
             where_timed, unit = f"{title(figure, group)}, seconds", f"seconds, {_ratio(group, *reversed(pair))}"
             about = {"family": f"sooner in seconds, {where.figure}", "evidence": where, "wanted": figure.seeds}
-            yield Claim(where_timed, words, below=False, shown=math.exp, unit=unit, **about, **seconds)
+            late = measures.never_there(group.alone, pair) if len(seconds["values"]) else 0
+            yield Claim(where_timed, words, below=False, shown=math.exp, unit=unit, censored=late, **about, **seconds)
 
 
 def smoother(runs: Runs) -> Iterator[Claim]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from experiments.report.kinds import Series
-from experiments.report.statistics import ERROR, Estimate, estimate, holm, paired_p
+from experiments.report.statistics import ERROR, Estimate, estimate, holm, paired_p, sign_p
 from experiments.report.tables import p_value
 from experiments.report.text import FEWEST_SEEDS, plural, signed
 
@@ -68,10 +68,12 @@ class Claim:
     beside: str = ""  # other numbers
     unless: str = ""  # why these runs cannot decide, whatever they say
     margin: float = 0.0  # a smaller difference from the limit does not matter
+    censored: int = 0  # of the values are larger by nobody knows how much: then signs decide, and there is no interval
 
     @property
     def p(self) -> float:
-        return paired_p([float(value) - self.limit for value in self.values])
+        differences = [float(value) - self.limit for value in self.values]
+        return sign_p(differences) if self.censored else paired_p(differences)
 
 
 def judged(claims: Iterable[Claim | Row]) -> list[Row]:
@@ -91,9 +93,12 @@ def judged(claims: Iterable[Claim | Row]) -> list[Row]:
 
 def _row(claim: Claim, adjusted: float) -> Row:
     value = estimate(claim.values)
+    if claim.censored:
+        value = replace(value, low=-math.inf, high=math.inf)
     verdict, reason = _verdict(claim, value, adjusted)
     by_holm = "" if adjusted == claim.p else f" ({p_value(adjusted)} by Holm)"
-    p = "" if math.isnan(claim.p) else f", {p_value(claim.p)}{by_holm}"
+    test = " of the signs" * bool(claim.censored)
+    p = "" if math.isnan(claim.p) else f", {p_value(claim.p)}{test}{by_holm}"
     number = str(replace(value, **{end: claim.shown(getattr(value, end)) for end in ("mean", "low", "high")}))
     unit = f" ({claim.unit})" * bool(claim.unit)
     ours = "; ".join(filter(None, (number + unit + p, claim.beside))) if value.seeds else "–"
@@ -113,4 +118,7 @@ def _verdict(claim: Claim, value: Estimate, adjusted: float) -> tuple[str, str]:
         return UNDECIDED, f"{p_value(adjusted)} by Holm"
     if max(value.high - claim.limit, claim.limit - value.low) <= claim.margin:
         return CONTRADICTED, "equal, within the margin" if claim.margin else "the same on every seed"
+    if claim.censored:
+        agree = sum((value < claim.limit) == claim.below for value in claim.values)
+        return UNDECIDED, f"so on {agree} of {value.seeds} seeds"
     return UNDECIDED, f"the interval includes {signed(claim.shown(claim.limit))}"

@@ -41,6 +41,12 @@ def sooner(group: Group, pair: Pair) -> Series:
     return (first - second).dropna()
 
 
+def never_there(group: Group, pair: Pair) -> int:
+    """On how many seeds the first never reaches the second's last loss."""
+    epochs, _ = _epochs_to_last(group, pair)
+    return int((epochs > group.metrics["epoch"].max()).sum())
+
+
 def sooner_in_seconds(group: Group, pair: Pair) -> Series:
     """log(seconds of the second to its last loss / seconds of the first to it)."""
     epochs, seconds = _epochs_to_last(group, pair), (by_seed(group, sorter, "seconds").mean() for sorter in pair)

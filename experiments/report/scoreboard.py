@@ -47,6 +47,11 @@ The rules, here and everywhere:
 - Seconds count only of runs that had their machine for themselves: one run at a time, on a GPU or a CPU, and not
   trained together with others. Such runs are few; where there are none, claims about seconds cannot be decided.
 - Epochs to a loss are counted, not interpolated; a loss that is not reached counts as one epoch more than there are.
+  How late such a run is nobody knows, so that where there is one, only signs count: a sign test, and no interval.
+  Figure 3b needs this. Its curves are flat in the last half of the epochs: a run of CD-GraB that ends a little lower
+  than D-RR's is there 20 to 30 epochs sooner, one that ends a little higher is never there, and counts as one epoch
+  late. So losses can be equal on average, and the mean of the epochs far below 0: the one says how low, the other how
+  soon, and neither that CD-GraB is better.
 - Scatter is the standard deviation of the change from one epoch to the next, over the last half of the epochs. It is
   that of single runs here, but that of means over seeds in the paper: its direction can be compared, its size cannot.
 - **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the

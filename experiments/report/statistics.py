@@ -111,6 +111,15 @@ def paired_p(differences: Sequence[float]) -> float:
     return min(1.0, _looks.get() * 2 * float(stdtr(len(differences) - 1, -abs(t))))
 
 
+def sign_p(differences: Sequence[float]) -> float:
+    """Two-sided p value of the sign test, where the sizes of differences are not known; NaN for too few."""
+    signs = [value > 0 for value in differences if value]
+    if len(differences) < FEWEST_SEEDS:
+        return math.nan
+    fewer = min(sum(signs), len(signs) - sum(signs))
+    return min(1.0, _looks.get() * 2 * sum(math.comb(len(signs), some) for some in range(fewer + 1)) / 2 ** len(signs))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """p values adjusted for testing all of these at once (Holm 1979): the smallest × n, the next × (n − 1), … A p value
     of NaN counts as 1."""
