@@ -186,7 +186,7 @@ def epoch_rows():
 
 def memory_rows():
     found = {
-        s: [{"peak": p, "dim": 1000, "code": 7} for p in peaks]
+        s: [{"peak": p, "dim": 1000, "code": 7, "uses": {"model": 4096, "optimiser": p * 2**20}} for p in peaks]
         for s, peaks in (("d_rr", [10, 20, 30]), ("cd_grab", [4020] * 3))
     }
     return [{"device": "cpu", "workers": n, "processes": n} | memory._row(found) for n in (2, 4)]
@@ -198,6 +198,7 @@ def test_epochs_and_memory_are_summarised_by_medians():
     assert (row["cd_grab_cpu_s"], row["cpu_ratio"]) == (4.0, 1.0)
     row = memory_rows()[0]
     assert row.keys() >= KEYS["memory"] and (row["extra_bytes"], row["extra_per_parameter"]) == (4000, 1.0)
+    assert row["d_rr_uses"] == {"model": 4096, "optimiser": 20 * 2**20}
 
 
 def test_notebooks_draw_smoke_results(results, monkeypatch):
@@ -246,7 +247,23 @@ def test_memory_is_measured(tmp_path, monkeypatch):
     model = make_task(run.config, run.source, torch.device("cpu")).model
     found = json.loads((tmp_path / "found0").read_text())
     assert found["dim"] == sum(parameter.numel() for parameter in model.parameters())
+    floats = 4 * found["dim"]
+    assert found["uses"]["model"] == floats <= found["uses"]["optimiser"] < floats + 64  # momentum, and a few counts
     assert len(trained) == memory.EPOCHS and all(sorted(order[0].tolist()) == [0, 1, 2, 3] for order in trained)
+
+
+def test_uses_are_the_most_that_a_phase_needs_beyond_what_is_there(monkeypatch):
+    """Allocations as a GPU would count them: [there when a phase ends, the most within it], in bytes."""
+    seen = iter([(100, 0), (150, 400), (120, 130), (120, 420), (90, 150)])
+    there, most = next(seen)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: there)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
+    clock = memory.Uses()
+    for phase in ("gradients", "optimiser", "gradients", "optimiser"):
+        there, most = next(seen)
+        clock.lap(phase)
+    assert (clock.most["gradients"], clock.most["optimiser"], clock.most["data"]) == (300, 30, 0)
 
 
 def test_peaks_count_what_was_there_and_is_gone():

@@ -23,6 +23,13 @@ PHASES = {  # of an epoch, with their colours
 PAPERS_RATIOS = {"lr_hmda": 2.87, "lstm_wiki2": 1.49, "mlp_m4": 1.29}  # from the time axes of the paper's Figure 3
 COMPARED = {"ls": "--", "lw": 1.1}  # lines to compare with
 MIB = 2**20
+USES = {  # of memory, in the words of the paper's Figure 8
+    "model": "Model",
+    "optimiser": "Optimizer",
+    "gradients": "Forward & Backward",
+    "communication": "Communication",
+    "ordering": "Dataset Sorter",
+}
 
 
 def rows(name: str, device: str | None = None) -> DataFrame:
@@ -113,18 +120,15 @@ def traffic(device: str) -> Figure:
 
 @plots.styled
 def memory(device: str) -> Figure:
-    """The paper's Figure 8, and what a process of ours needs with CD-GraB beyond what it needs with D-RR."""
+    """The paper's Figure 8, with what was measured of ours by use; and what a process of ours needs with CD-GraB beyond
+    what it needs with D-RR."""
     found, by_use = rows("memory", device), papers_mib()
-    dim = found["dim"].iloc[0]
-    titles = ("the paper, 4 workers: by use", "ours: with CD-GraB beyond D-RR")
+    measured, dim = ours_mib(found), found["dim"].iloc[0]
+    whose = "" if len(measured) else "the paper, "
+    titles = (f"{whose}4 workers: by use", "ours: with CD-GraB beyond D-RR")
     widths = {"width_ratios": (len(by_use), 0.8 * len(found) + 1)}
-    figure, ((paper, ours),) = plots.panels(1, 2, 1.0 * len(found) + 5.5, 3.7, titles, gridspec_kw=widths)
-    for offset, sorter in enumerate((BASELINE, OUR_SORTER)):
-        values, label = by_use[sorter_label(sorter)], f"{sorter_label(sorter)}, paper"
-        places = [place + 0.38 * (offset - 0.5) for place in range(len(by_use))]
-        _name_bars(paper.bar(places, values, 0.36, color=sorter_colour(sorter), alpha=0.55, label=label), "{:.3g}")
-    paper.set_xticks(range(len(by_use)), [use.lower().replace("z", "s").replace(" ", "\n", 1) for use in by_use.index])
-    paper.set(ylabel="MiB", ylim=(0, 1.12 * by_use.to_numpy().max()))
+    figure, ((uses, ours),) = plots.panels(1, 2, 1.0 * len(found) + 5.5, 3.7, titles, gridspec_kw=widths)
+    _draw_uses(uses, by_use, measured)
     floats, spread = found["extra_bytes"] / 4 / dim, [end / 4 / dim for end in _quartiles(found, "extra_bytes")]
     bars = ours.bar(range(len(found)), floats, 0.6, yerr=spread, color=OURS, label="CD-GraB − D-RR, ours", capsize=3)
     _name_bars(bars, "{:.3g}")
@@ -136,7 +140,29 @@ def memory(device: str) -> Figure:
     plots.log_ticks(ours.yaxis)
     ours.set(ylabel="floats per parameter", ylim=(1, 1.6 * max(extra, floats.max())))
     unit = f"one float per parameter: {4 * dim / MIB:.2f} MiB · "
+    if missing := [_british(use) for use in by_use.index if use not in measured.index]:
+        unit += f"not measured of ours: {', '.join(missing)} · "
     return plots.finish(figure, "Memory of a process that trains the LSTM", unit + caption("memory", device))
+
+
+def _draw_uses(panel: Axes, papers: DataFrame, ours: DataFrame) -> None:
+    """Bars by use and sorter, the paper's pale; of the model's memory it says nothing."""
+    known = not ours.empty
+    uses = ["Model"] * known + list(papers.index)
+    series = [(papers, "paper", 0.55)] + [(ours, "ours", 1.0)] * known
+    bars = [(table[sorter_label(s)], s, whose, alpha) for table, whose, alpha in series for s in (BASELINE, OUR_SORTER)]
+    width = 0.76 / len(bars)
+    for number, (values, sorter, whose, alpha) in enumerate(bars):
+        values = values.reindex(uses).dropna()
+        places = [uses.index(use) + width * (number - (len(bars) - 1) / 2) for use in values.index]
+        style = {"color": sorter_colour(sorter), "alpha": alpha, "label": f"{sorter_label(sorter)}, {whose}"}
+        _name_bars(panel.bar(places, values, 0.95 * width, **style), "{:.3g}", rotation=90 * known)
+    panel.set_xticks(range(len(uses)), [_british(use).replace(" ", "\n", 1) for use in uses])
+    most = max(values.max() for values, *_ in bars)
+    panel.set(ylabel="MiB", ylim=(0, 1.12 * most))
+    if known:  # ours are far apart
+        plots.log_ticks(panel.yaxis)
+        panel.set(ylim=(0.1, 8 * most))
 
 
 @plots.styled
@@ -159,6 +185,21 @@ def papers_mib() -> DataFrame:
 
     bars = pd.read_csv(PAPER / "lstm_wiki2_memory.csv")
     return bars.pivot(index="x", columns="series", values="mean").loc[bars["x"].unique()]
+
+
+def ours_mib(found: DataFrame) -> DataFrame:
+    """The same of ours, with 4 workers on as many processes; empty where it was not measured."""
+    import pandas as pd
+
+    like_theirs = found[(found["workers"] == 4) & (found["processes"] == 4)].to_dict("records")
+    measured = [row for row in like_theirs if isinstance(row.get(f"{OUR_SORTER}_uses"), dict)]
+    return pd.DataFrame(
+        {
+            sorter_label(sorter): {USES[use]: bytes_ / MIB for use, bytes_ in row[f"{sorter}_uses"].items()}
+            for row in measured
+            for sorter in (BASELINE, OUR_SORTER)
+        }
+    )
 
 
 def summary(name: str, device: str, columns: tuple[str, ...]) -> str:
@@ -190,9 +231,15 @@ def _stack(panel: Axes, place: int, phases: dict[str, float], height: float) -> 
         bottom += phases[phase] / unit
 
 
-def _name_bars(bars: object, digits: str) -> None:
+def _british(use: str) -> str:
+    return use.lower().replace("z", "s")
+
+
+def _name_bars(bars: object, digits: str, **style: float) -> None:
     """The height of every bar above it."""
-    bars[0].axes.bar_label(bars, [digits.format(bar.get_height()) for bar in bars], padding=2, fontsize=7)
+    heights = [bar.get_height() for bar in bars]
+    words = [f"{height:,.0f}" if height >= 1000 else digits.format(height) for height in heights]
+    bars[0].axes.bar_label(bars, words, padding=2, fontsize=7, **style)
 
 
 def _readable(what: str) -> str:

@@ -56,13 +56,13 @@ def make_trainer(run: Run, task: Task | None = None) -> Trainer:
 
 
 def train_epoch(
-    trainer: Trainer, order: Tensor, epoch: int, wait: Callable[[], None] = lambda: None
+    trainer: Trainer, order: Tensor, epoch: int, wait: Callable[[], None] = lambda: None, clock: Clock | None = None
 ) -> tuple[Tensor, dict]:
     """One epoch as in `Trainer.fit`, without the evaluation, and including the next order: what is decided beside the
     training must not extend into the other sorter's epoch. Returns that order and the times."""
     trainer.group.barrier()
     wait()
-    start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock()
+    start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock() if clock is None else clock
     trainer.position = 0
     trainer.train_epoch(order, clock, tqdm(disable=True))
     order = trainer.members[0].sorter.order(epoch + 1)

@@ -6,6 +6,9 @@ of each of them, since a pair's first one is gone when its second one is compute
 (`code_bytes`: some tens of MB, whatever the model and the number of workers) is loaded by both and so not part of the
 difference; freed memory goes back to the system at once, unlike in ordinary runs, so that peaks are what is needed and
 not what happens to be kept.
+
+By use, as in the paper's Figure 8: what model and optimiser hold and, on a GPU with a process for each worker, the most
+that every phase of a step needs beyond what is there when it begins, in an epoch of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cdgrab.balance import kernels
 from experiments.studies.timing import SORTERS, make_trainer, train_epoch, under_torchrun
+from experiments.training.clock import PHASES, Clock
 from experiments.training.config import compose
+from experiments.training.loop import Trainer
 from experiments.training.memory import return_freed_memory
+from experiments.training.steps import CapturedSteps
 from scripts.bench.measure import report, summary
 
 WORKERS = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
@@ -59,7 +66,12 @@ def _row(found: dict[str, list[dict]]) -> dict:
         "cd_grab_bytes": round(statistics.median(peaks["cd_grab"])),
         "code_bytes": round(statistics.median(one["code"] for some in found.values() for one in some)),
         "measured": len(peaks["d_rr"]),
+        **{f"{sorter}_uses": _medians([one["uses"] for one in found[sorter]]) for sorter in SORTERS},
     }
+
+
+def _medians(uses: list[dict[str, int]]) -> dict[str, int]:
+    return {use: round(statistics.median(some[use] for some in uses)) for use in uses[0]}
 
 
 def _whole(value: float | list[float]) -> int | list[int]:
@@ -97,6 +109,37 @@ def _resident(entry: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
 
 
+class Uses(Clock):
+    """A clock that looks at the GPU's memory, too. `most`: by phase, the most bytes that it needed beyond those that
+    were there when it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = dict.fromkeys(PHASES, 0)
+        self._begin()
+
+    def append(self, mark: tuple[str, float]) -> None:
+        super().append(mark)
+        self.most[mark[0]] = max(self.most[mark[0]], torch.cuda.max_memory_allocated() - self._there)
+        self._begin()
+
+    def _begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._there = torch.cuda.memory_allocated()
+
+
+def uses(trainer: Trainer, order: Tensor) -> dict[str, int]:
+    """Bytes by use. Of captured steps no phases are known: they have all their memory from the beginning."""
+    loop = trainer.loop
+    held = {"model": loop.parameters.nbytes, "optimiser": sum(state.nbytes for state in loop.optimiser.state)}
+    if trainer.device.type != "cuda" or isinstance(loop, CapturedSteps):
+        return held
+    clock = Uses()
+    train_epoch(trainer, order, EPOCHS, clock=clock)
+    phases = {phase: clock.most[phase] for phase in ("gradients", "communication", "ordering")}
+    return held | {"optimiser": held["optimiser"] + clock.most["optimiser"]} | phases
+
+
 def main(target: str, *settings: str) -> None:
     """Trains, without evaluation: what that needs is the same for all sorters and might hide the difference."""
     return_freed_memory()
@@ -107,7 +150,8 @@ def main(target: str, *settings: str) -> None:
     with torch.no_grad():
         for epoch in range(EPOCHS):
             order, _ = train_epoch(trainer, order, epoch)
-    report(target, {"peak": peak(), "dim": trainer.flat.dim, "code": code})
+        found = {"peak": peak(), "dim": trainer.flat.dim, "code": code}
+        report(target, found | {"uses": uses(trainer, order)})
 
 
 if __name__ == "__main__":
