@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +25,10 @@ from experiments.store.files import RESULTS, ROOT
 from experiments.studies.collection import collection, stored
 from experiments.training.composition import choices
 from scripts.report import paper
+
+MANIFESTS = ("runs/**/manifest.json", "studies/**/manifest.json", "bench/*.meta.json")
+CLEAN = re.compile(r"[0-9a-f]{7,40}")
+UNCLEAN = ("26def56b1c+", "3292e88f9f+")  # signs on a GPU; part of the sparsification study: older than this rule
 
 
 def main() -> int:
@@ -42,6 +47,18 @@ def quick(page: str) -> Iterator[str]:
     yield from differences("README.md", page, readme.filled(page), "make report")
     yield from prose(page)
     yield from captions()
+    yield from commits()
+
+
+def commits(known: Container[str] = UNCLEAN) -> Iterator[str]:
+    """Results whose code nobody can read: made outside a checkout, or with changes that were not committed."""
+    for path in [path for where in MANIFESTS for path in sorted(RESULTS.glob(where))]:
+        content = json.loads(path.read_text())
+        for manifest in content.values() if path.name.endswith(".meta.json") else [content]:
+            made = (one["commit"] for one in (*manifest.get("earlier", ()), manifest))
+            for commit in dict.fromkeys(commit or "unknown" for commit in made):
+                if not CLEAN.fullmatch(commit) and commit not in known:
+                    yield f"{path.relative_to(RESULTS.parent)}: its commit is {commit}; make it anew from a clean one"
 
 
 def captions() -> Iterator[str]:

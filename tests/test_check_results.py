@@ -1,5 +1,6 @@
 """What is written agrees with results/, and the check finds what does not."""
 
+import json
 import re
 
 import pytest
@@ -32,6 +33,23 @@ def test_every_number_in_a_table_of_the_readme_counts(page, name, monkeypatch):
 
 def test_what_is_written_agrees_with_the_results(page):
     assert list(check_results.quick(page)) == []
+
+
+def test_results_of_code_that_was_not_committed_are_found(tmp_path, monkeypatch):
+    old = list(check_results.commits(known=()))  # at most two: those that are older than the rule
+    assert all("/sparsification/" in complaint or "/balance.meta.json" in complaint for complaint in old)
+    monkeypatch.setattr(check_results, "RESULTS", tmp_path)
+    clean = {"commit": "1234567890"}
+    made = {
+        "runs/a/b/c": {"commit": None},
+        "runs/a/b/d": clean,
+        "studies/e": clean | {"earlier": [{"commit": "12345678+"}]},
+    }
+    for folder, manifest in made.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "manifest.json").write_text(json.dumps(manifest))
+    found = [re.search(r"/(.*)/manifest.json: its commit is (.*);", complaint) for complaint in check_results.commits()]
+    assert [complaint.groups() for complaint in found] == [("runs/a/b/c", "unknown"), ("studies/e", "12345678+")]
 
 
 def test_a_notebook_of_other_runs_is_found(monkeypatch):

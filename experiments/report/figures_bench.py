@@ -145,26 +145,6 @@ def memory(device: str) -> Figure:
     return plots.finish(figure, "Memory of a process that trains the LSTM", unit + caption("memory", device))
 
 
-def _draw_uses(panel: Axes, papers: DataFrame, ours: DataFrame) -> None:
-    """Bars by use and sorter, the paper's pale; of the model's memory it says nothing."""
-    known = not ours.empty
-    uses = ["Model"] * known + list(papers.index)
-    series = [(papers, "paper", 0.55)] + [(ours, "ours", 1.0)] * known
-    bars = [(table[sorter_label(s)], s, whose, alpha) for table, whose, alpha in series for s in (BASELINE, OUR_SORTER)]
-    width = 0.76 / len(bars)
-    for number, (values, sorter, whose, alpha) in enumerate(bars):
-        values = values.reindex(uses).dropna()
-        places = [uses.index(use) + width * (number - (len(bars) - 1) / 2) for use in values.index]
-        style = {"color": sorter_colour(sorter), "alpha": alpha, "label": f"{sorter_label(sorter)}, {whose}"}
-        _name_bars(panel.bar(places, values, 0.95 * width, **style), "{:.3g}", rotation=90 * known)
-    panel.set_xticks(range(len(uses)), [_british(use).replace(" ", "\n", 1) for use in uses])
-    most = max(values.max() for values, *_ in bars)
-    panel.set(ylabel="MiB", ylim=(0, 1.12 * most))
-    if known:  # ours are far apart
-        plots.log_ticks(panel.yaxis)
-        panel.set(ylim=(0.1, 8 * most))
-
-
 @plots.styled
 def peers(device: str) -> Figure:
     """Time per step of our sorters and of grab-sampler."""
@@ -229,6 +209,26 @@ def _stack(panel: Axes, place: int, phases: dict[str, float], height: float) -> 
     for phase, colour in PHASES.items():
         panel.bar(place, phases[phase] / unit, 0.7, bottom=bottom, color=colour, label=phase if place else None)
         bottom += phases[phase] / unit
+
+
+def _draw_uses(panel: Axes, papers: DataFrame, ours: DataFrame) -> None:
+    """Bars by use and sorter, the paper's pale; of the model's memory it says nothing."""
+    known = not ours.empty
+    uses = ["Model"] * known + list(papers.index)
+    series = [(papers, "paper", 0.55)] + [(ours, "ours", 1.0)] * known
+    bars = [(table[sorter_label(s)], s, whose, alpha) for table, whose, alpha in series for s in (BASELINE, OUR_SORTER)]
+    width = 0.76 / len(bars)
+    for number, (values, sorter, whose, alpha) in enumerate(bars):
+        values = values.reindex(uses).dropna()
+        places = [uses.index(use) + width * (number - (len(bars) - 1) / 2) for use in values.index]
+        style = {"color": sorter_colour(sorter), "alpha": alpha, "label": f"{sorter_label(sorter)}, {whose}"}
+        _name_bars(panel.bar(places, values, 0.95 * width, **style), "{:.3g}", rotation=90 * known)
+    panel.set_xticks(range(len(uses)), [_british(use).replace(" ", "\n", 1) for use in uses])
+    most = max(values.max() for values, *_ in bars)
+    panel.set(ylabel="MiB", ylim=(0, 1.12 * most))
+    if known:  # ours are far apart
+        plots.log_ticks(panel.yaxis)
+        panel.set(ylim=(0.1, 8 * most))
 
 
 def _british(use: str) -> str:
