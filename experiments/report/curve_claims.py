@@ -89,7 +89,8 @@ def sooner(runs: Runs) -> Iterator[Claim]:
         )
         if figure in TIMED and (seconds := _seconds(group, pair, measures.sooner_in_seconds)):
             where_timed, unit = f"{title(figure, group)}, seconds", f"seconds, {_ratio(group, *reversed(pair))}"
-            about = {"family": f"sooner in seconds, {where.figure}", "evidence": where, "wanted": figure.seeds}
+            timed = _evidence(figure, group, pair, timed=True)
+            about = {"family": f"sooner in seconds, {where.figure}", "evidence": timed, "wanted": figure.seeds}
             late = measures.never_there(group.alone, pair) if len(seconds["values"]) else 0
             yield Claim(where_timed, words, below=False, shown=math.exp, unit=unit, censored=late, **about, **seconds)
 
@@ -119,7 +120,7 @@ def slower(runs: Runs) -> Iterator[Claim]:
                 f"overhead, {title(figure, group)}",
                 overhead_said(figure, pair),
                 f"overhead, {figure.name}",
-                evidence=_evidence(figure, group, pair),
+                evidence=_evidence(figure, group, pair, timed=True),
                 wanted=figure.seeds,
                 limit=math.log(NEGLIGIBLE),
                 shown=math.exp,
@@ -160,34 +161,34 @@ def _seconds(group: Group, pair: Pair, measure: Callable[[Group, Pair], Series])
     return {} if "," in group.source else {"values": [], "unless": "none of these runs had its machine for itself"}
 
 
-def _evidence(figure: Figure, group: Group, pair: Pair) -> Evidence:
+def _evidence(figure: Figure, group: Group, pair: Pair, timed: bool = False) -> Evidence:
     first = group.manifests[0]
     own = "" if first["data"]["papers_own"] else ", not the paper's"
     source = without(group.source, group.columns)
-    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group, pair))
+    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group, pair, timed))
 
 
-def _command(group: Group, pair: Pair = ()) -> str:
-    """What makes these runs; make itself cannot change all settings, and knows no options of sorters."""
+def _command(group: Group, pair: Pair = (), timed: bool = False) -> str:
+    """What makes these runs, `timed` ones alone; make itself cannot change all settings, nor the options of sorters."""
     first, (_, *changed) = group.manifests[0], without(group.source, group.columns).split(",")
-    commands = [f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper SEEDS={_seeds_made(group)}"]
-    if changed:
-        names = (setting.partition("=")[0] for setting in changed)
-        settings = (s if name in first["science"] else f"task.{s}" for s, name in zip(changed, names, strict=True))
-        commands = [_launch(group, _seeds_made(group), *settings)]
-    for name, options in ((sorter, sorter.split(",")[1:]) for sorter in pair if "," in sorter):
-        sorted_by = [f"sorter={kind(name)}", *(f"sorter.{option}" for option in options)]
-        commands.append(_launch(group, _seeds_made(group, name), *sorted_by))
+    names = (setting.partition("=")[0] for setting in changed)
+    settings = [s if name in first["science"] else f"task.{s}" for s, name in zip(changed, names, strict=True)]
+    if timed:
+        return _launch(group.alone if group.alone.manifests else group, *settings, "replicas=1")
+    seeds = 1 + max(m["seed"] for m in group.manifests)
+    make = f"make reproduce-{first['task'].replace('_', '-')} SIZE=paper SEEDS={seeds}"
+    commands = [_launch(group, *settings) if settings else make]
+    for sorter in (sorter for sorter in pair if "," in sorter):
+        options = [f"sorter.{option}" for option in sorter.split(",")[1:]]
+        commands.append(_launch(group, f"sorter={kind(sorter)}", *options, sorter=sorter))
     return " && ".join(commands)
 
 
-def _launch(group: Group, seeds: int, *settings: str) -> str:
+def _launch(group: Group, *settings: str, sorter: str | None = None) -> str:
+    """With the seeds of all runs, or of those of one sorter."""
+    seeds = [m["seed"] for m in group.manifests if sorter in (None, variant(m))]
     experiment = f"experiment={group.directory.parent.name} size=paper {' '.join(settings)}"
-    return f"python -m experiments.launch -m {experiment} 'seed=range(0,{seeds})'"
-
-
-def _seeds_made(group: Group, sorter: str | None = None) -> int:
-    return 1 + max(m["seed"] for m in group.manifests if sorter in (None, variant(m)))
+    return f"python -m experiments.launch -m {experiment} 'seed=range({min(seeds)},{max(seeds) + 1})'"
 
 
 def _nothing(figure: Figure, column: Column) -> Row:
