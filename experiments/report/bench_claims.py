@@ -81,7 +81,9 @@ def speed() -> Iterator[Row]:
                 "" if apart else f"the quartiles overlap with those of {best['method']}",
                 ours=f"{ours[method]['ratio']:.3g} of DDP's time, quartiles {mine[0]:.3g} and {mine[1]:.3g}; "
                 f"{best['method']}, the fastest other: {best['ratio']:.3g}, {theirs[0]:.3g} and {theirs[1]:.3g}",
-                evidence=Evidence("made-up examples", f"overhead_link-{best['device']}", _command("link", best["device"])),
+                evidence=Evidence(
+                    "made-up examples", f"overhead_link-{best['device']}", _command("link", best["device"])
+                ),
             )
 
 
