@@ -53,7 +53,7 @@ def test_runs_that_are_still_falling_decide_nothing():
     lines = rates.verdicts(made_up_rates(settings, THEORY, drift=2.0), settings)
     slopes = [v for v in lines if "times the epochs" not in v.claim]
     assert {v.answer for v in slopes} == {"undecided"}
-    assert slopes[0].note == "not at the noise floor at 4 workers"
+    assert slopes[0].note == "not at the noise floor at 4 workers; fitted to 4 … 32 workers"
 
 
 @pytest.mark.parametrize("sorter", ["d_rr", "cd_grab"])
