@@ -73,7 +73,7 @@ def better(runs: Runs) -> Iterator[Claim | Row]:
 def sooner(runs: Runs) -> Iterator[Claim]:
     """In epochs, counted; and in seconds, which only runs that had the machine for themselves can tell."""
     for figure, group, pair in _against_baseline(runs, FIGURES):
-        curves = [group.curve(sorter, LOSS)["mean"] for sorter in pair]
+        curves = group.on_the_same_seeds(pair, LOSS)
         words = f"{group.label(pair[0])} is sooner at {group.label(pair[1])}'s last loss"
         where, never = _evidence(figure, group, pair), measures.never_there(group, pair)
         yield Claim(

@@ -78,13 +78,19 @@ class Group(Runs):
         manifest = next(m for m in self.manifests if variant(m) == sorter)
         return sorter_label(sorter, manifest["sorter_label"])
 
-    def curve(self, sorter: str, metric: str) -> DataFrame:
-        """Mean, std over seeds (0 where they are too few) and mean elapsed seconds by epoch; only epochs that have the
-        metric."""
-        by_epoch = self._measured(sorter, metric).groupby("epoch")
+    def curve(self, sorter: str, metric: str, seeds: set[int] | None = None) -> DataFrame:
+        """Mean, std over all or these seeds (0 where they are too few) and mean elapsed seconds by epoch; only epochs
+        that have the metric."""
+        rows = self._measured(sorter, metric)
+        by_epoch = (rows if seeds is None else rows[rows["seed"].isin(seeds)]).groupby("epoch")
         mean, std = by_epoch[metric].mean(), by_epoch[metric].std()
         std = std.where(by_epoch[metric].count() >= FEWEST_SEEDS, 0.0)
         return mean.to_frame("mean").assign(std=std, elapsed=by_epoch["elapsed"].mean())
+
+    def on_the_same_seeds(self, pair: tuple[str, str], metric: str) -> list[Series]:
+        """Two sorters' mean curves over the seeds that both have: levels differ more by seed than by sorter."""
+        seeds = set.intersection(*({m["seed"] for m in self.manifests if variant(m) == sorter} for sorter in pair))
+        return [self.curve(sorter, metric, seeds)["mean"] for sorter in pair]
 
     def differences(self, sorter: str, baseline: str, metric: str) -> DataFrame:
         """sorter − baseline by epoch (rows) and seed (columns), of the seeds and epochs that both have."""

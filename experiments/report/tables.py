@@ -100,7 +100,8 @@ def _rows(group: Group, metrics: tuple[str, ...]) -> Iterator[dict[str, str]]:
         for metric in metrics:
             row |= {f"{metric_label(metric)}, {when}": mean_std(of(group, sorter, metric)) for when, of in ENDS.items()}
         if BASELINE in group.sorters and "loss" in loss:
-            epoch = epochs_to(curve["mean"], group.curve(BASELINE, loss)["mean"].iloc[-1])
+            own, baseline = group.on_the_same_seeds((sorter, BASELINE), loss)
+            epoch = epochs_to(own, baseline.iloc[-1]) if len(baseline) else math.nan
             row["epochs to D-RR's last loss"] = "not reached" if math.isnan(epoch) else f"{epoch:g}"
         timed = group.alone.curve(sorter, loss)["elapsed"] if sorter in group.alone.sorters else curve["elapsed"][:0]
         row["seconds per epoch"] = "–" if timed.empty else f"{timed.iloc[-1] / timed.index[-1]:.3f}"
