@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,8 @@ class Training:
         self._data, self.hook = trained.examples(), None
         # as little beside the exchange as DDP allows: no second copy of the gradient, no constants sent around
         options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        self.model = DistributedDataParallel(trained.make(), **options)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames the second one
+            self.model = DistributedDataParallel(trained.make(), **options)
         self._optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._load({"sampler": DistributedSampler(self._data)})
 
