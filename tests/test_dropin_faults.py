@@ -201,7 +201,7 @@ def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
         expected.append(torch.cat([gradient.flatten() for gradient in own]))
         plain = plain + 1 if kind in ("plain", "after one for an input") else 0
         if plain >= 4 * accumulate:
-            assert sum(bool(parameter._backward_hooks) for parameter in model.parameters()) == 1
+            assert sum(parameter._backward_hooks is not None for parameter in model.parameters()) == 1
     units = [sum(expected[end - accumulate : end]) for end in range(accumulate, len(expected) + 1, accumulate)]
     torch.testing.assert_close(torch.cat(seen), torch.stack(units), rtol=1e-12, atol=1e-14)
 

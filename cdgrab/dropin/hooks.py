@@ -72,8 +72,9 @@ class BackwardPasses:
         self._outputs = at_outputs(model, self._begin)
 
     def remove(self) -> None:
-        for handle in (self._outputs, *self._hooks.values()):
-            handle.remove()
+        self._outputs.remove()
+        for index in list(self._hooks):
+            self._unhook(index)
 
     def skip(self) -> None:
         """A batch without a backward pass: as one whose gradient is zero."""
@@ -92,7 +93,13 @@ class BackwardPasses:
         if self._shown >= SHOWN:
             self._all = False
             for index in self._hooks.keys() - {one}:
-                self._hooks.pop(index).remove()
+                self._unhook(index)
+
+    def _unhook(self, index: int) -> None:
+        parameter = self._parameters[index]
+        self._hooks.pop(index).remove()
+        if not parameter._backward_hooks:  # where autograd would go on looking for hooks, in every pass
+            parameter._backward_hooks = None
 
     def _in_grad(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
@@ -133,7 +140,7 @@ class BackwardPasses:
             if now.wanted and self._complete and (self._all or new):
                 Variable._execution_engine.queue_callback(self._end if self._all else self._end_of_few)
             if self._all and not self._complete:
-                self._count(now.at_output, index)
+                Variable._execution_engine.queue_callback(partial(self._count, now.at_output, index))
         if now.wanted and self._complete:
             moved = not self._all or (self._stays and self._parameters[index].grad is None)
             now.found[index] = None if moved else gradient
