@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from experiments.studies.timing import finish_on, under_torchrun
 from experiments.training.memory import return_freed_memory
 from scripts.bench import hosts
 from scripts.bench.measure import report, summary
-from scripts.bench.memory import load_code, peak
+from scripts.bench.memory import load_code, resident
 from scripts.bench.models import MODELS, Trained
 
 
@@ -182,13 +183,15 @@ def script(trained: Trained, device: str, steps: int, ordered: bool, sketch: str
 def _measured(
     scripts: tuple[str, ...], name: str, device: str, sketch: str, steps: int, fewest: int, most: int, seconds: float
 ) -> dict:
-    """Microseconds per step by script and epoch, and peaks: on a GPU those of each script by itself."""
+    """Microseconds per step by script and epoch, and peaks of memory, each script by itself: on a CPU if there is only
+    one."""
     wait = finish_on(device)
 
     def make(each: str) -> tuple[Callable[[], None], int]:
         return script(MODELS[name], device, steps, each == "ours", sketch)
 
     peaks = {each: _peak_alone(make, each) for each in scripts if device == "cuda"}
+    memory = Memory() if device == "cpu" and len(scripts) == 1 else None
     made = {each: make(each) for each in scripts}
     times: dict[str, list[float]] = {each: [] for each in scripts}
     epochs = 2  # the first one warms up, the second one tells how many there will be
@@ -205,8 +208,30 @@ def _measured(
             epochs = 1 + _of_first_process(max(fewest, min(most, int(seconds / together))))
         if epoch == epochs:
             break
-    found = {each: some[1:] for each, some in times.items()}
-    return found | {"dim": made[scripts[0]][1], "peaks": peaks or {each: peak() for each in scripts}}
+    if memory:
+        peaks = {scripts[0]: memory.stop()}
+    return {each: some[1:] for each, some in times.items()} | {"dim": made[scripts[0]][1], "peaks": peaks}
+
+
+class Memory(threading.Thread):
+    """Looks every millisecond how much memory of its own this process has. The largest resident set would count pages
+    of libraries, too, which come and go: sometimes more than there are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._before = self._most = resident("RssAnon")
+        self._stopped = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped.wait(1e-3):
+            self._most = max(self._most, resident("RssAnon"))
+
+    def stop(self) -> int:
+        """Bytes at most, since this began."""
+        self._stopped.set()
+        self.join()
+        return self._most - self._before
 
 
 def _peak_alone(make: Callable[[str], tuple[Callable[[], None], int]], each: str) -> int:

@@ -85,12 +85,12 @@ def peak() -> int:
     """Bytes, of this process so far."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated()
-    return _resident("VmHWM")
+    return resident("VmHWM")
 
 
 def load_code(device: str) -> int:
     """Balance a few numbers in every way that a run may choose. Returns by how many bytes the process has grown."""
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     for count, width in ((1, 8), (4, 600)):
         rows = torch.ones(2, count, width, device=device)
         running, limits = (
@@ -101,10 +101,10 @@ def load_code(device: str) -> int:
     if device == "cpu" and (compiled := kernels.optional("cpu")):  # what the drop-in sampler uses besides
         compiled.mean_of_rows(torch.ones(4, 8), torch.empty(8))
         compiled.add_to_sketches(torch.zeros(1, 8), torch.zeros(4, dtype=torch.int16), torch.ones(1, 4))
-    return _resident("VmRSS") - before
+    return resident("VmRSS") - before
 
 
-def _resident(entry: str) -> int:
+def resident(entry: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
 
