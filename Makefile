@@ -30,7 +30,7 @@ OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)')
 
 KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
 
-.PHONY: help setup test lint bench soak fuzz sanitise figures report check-results clean
+.PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
@@ -90,11 +90,17 @@ sanitise: $(READY) ## the tests of the compiled kernels with every index checked
 figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place
 
-report: $(READY) ## every claim of the papers beside ours, results/PAPER.md; the README's tables; all runs in one table, results/REPORT.md
+report: $(READY) ## every claim of the papers beside ours, results/PAPER.md; the tables of README.md and docs/; all runs in one table, results/REPORT.md
 	@$(BIN)/python -m scripts.report
 
-check-results: $(READY) ## do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says?
+check-results: $(READY) ## do notebooks, tables, PAPER.md, STUDIES.md, README.md and docs/ say what results/ says?
 	@$(BIN)/python -m scripts.check_results
 
+docs: $(READY) ## the documentation as a website: build/docs/index.html
+	@$(BIN)/mkdocs build --quiet --clean && echo "build/docs/index.html"
+
+docs-serve: $(READY) ## show the documentation while you write it: http://127.0.0.1:8000
+	@$(BIN)/mkdocs serve
+
 clean: ## remove .venv and caches; results stay
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache; find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build; find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""Do notebooks, tables, PAPER.md, STUDIES.md and README.md say what results/ says? `make check-results`.
+"""Do notebooks, tables, PAPER.md, STUDIES.md, README.md and docs/ say what results/ says? `make check-results`.
 
 What is computed from results/ is computed again, without drawing, and compared word by word; tests look only at what
-is quick. Numbers in README's prose must occur in the tables that their paragraphs refer to: see
+is quick. Numbers in the prose of README.md and docs/ must occur in the tables that their passages refer to: see
 `experiments.report.quoted`.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from experiments.early import exit_status
-from experiments.report import plots, quoted, readme
+from experiments.report import pages, plots, quoted
 from experiments.report.claims import FIGURES
 from experiments.report.notebook import FOLDER
 from experiments.report.runs import groups, sweeps
@@ -36,16 +36,18 @@ def main() -> int:
 
 
 def check() -> int:
-    found = [*quick((ROOT / "README.md").read_text()), *pages(), *notebooks()]
+    found = [*quick(), *collected(), *notebooks()]
     for complaint in found:
         print(complaint, file=sys.stderr)
     return int(bool(found))
 
 
-def quick(page: str) -> Iterator[str]:
-    """What takes no long computation; `page`: README.md."""
-    yield from differences("README.md", page, readme.filled(page), "make report")
-    yield from prose(page)
+def quick() -> Iterator[str]:
+    """What takes no long computation."""
+    for path in pages.files():
+        name, page = path.relative_to(ROOT).as_posix(), path.read_text()
+        yield from differences(name, page, pages.filled(page), "make report")
+        yield from prose(name, page)
     yield from captions()
     yield from commits()
 
@@ -81,7 +83,7 @@ def captions() -> Iterator[str]:
                 yield f"study {name}: its notebook or STUDIES.md (`make figures report`) is of others than “{caption}”"
 
 
-def pages() -> Iterator[str]:
+def collected() -> Iterator[str]:
     yield from differences("results/PAPER.md", (RESULTS / "PAPER.md").read_text(), paper(), "make report")
     yield from differences("results/STUDIES.md", (RESULTS / "STUDIES.md").read_text(), collection(), "make report")
 
@@ -105,13 +107,13 @@ def notebooks() -> Iterator[str]:
                 yield from differences(f"results/figures/{name}", *texts, "make figures")
 
 
-def prose(page: str) -> Iterator[str]:
-    """Numbers of paragraphs that refer to results, and are not in these."""
-    for paragraph in quoted.paragraphs(readme.MARKED.sub("", page)):
-        sources = "\n".join(_texts(**quoted.references(paragraph)))
-        if sources and (lost := quoted.missing(paragraph, sources)):
-            begin = " ".join(paragraph.split())[:60]
-            yield f"README.md, “{begin} …”: its tables have no {', '.join(lost)}"
+def prose(name: str, page: str) -> Iterator[str]:
+    """Numbers of passages that refer to results, and are not in these."""
+    for passage in quoted.passages(pages.MARKED.sub("", page)):
+        sources = "\n".join(_texts(**quoted.references(passage)))
+        if sources and (lost := quoted.missing(passage, sources)):
+            begin = " ".join(passage.split())[:60]
+            yield f"{name}, “{begin} …”: its tables have no {', '.join(lost)}"
 
 
 def _texts(notebooks: list[str], benchmarks: list[str]) -> Iterator[str]:

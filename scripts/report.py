@@ -1,5 +1,6 @@
 """What all results say (`make report`): the papers' claims beside ours in results/PAPER.md, the verdicts of studies in
-results/STUDIES.md, the README's tables, and one of everything under results/runs but trials in results/REPORT.md."""
+results/STUDIES.md, the tables of README.md and docs/, and everything under results/runs but trials in one table,
+results/REPORT.md."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ import sys
 
 from cdgrab.errors import CdgrabError
 from experiments.early import exit_status
-from experiments.report import readme, scoreboard, tables
+from experiments.report import pages, scoreboard, tables
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.study_claims import STUDIES
 from experiments.report.text import markdown
-from experiments.store.files import RESULTS, ROOT, write_atomically
+from experiments.store.files import RESULTS, write_atomically
 from experiments.studies.collection import finished, verdicts, write_collection
 
 
@@ -29,11 +30,11 @@ def write() -> None:
     if not rows:
         raise CdgrabError(f"no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}")
     report = f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n"
-    page = ROOT / "README.md"
-    write_atomically(page, readme.filled(page.read_text()))
     write_atomically(RESULTS / "REPORT.md", report)
     write_atomically(RESULTS / "PAPER.md", paper())
     write_collection()
+    for page in pages.files():
+        write_atomically(page, pages.filled(page.read_text()))
     print(report)
 
 

@@ -5,34 +5,29 @@ import re
 
 import pytest
 
-from experiments.report import quoted, readme
+from experiments.report import pages, quoted
 from experiments.report.runs import Group
 from experiments.store.files import ROOT
 from scripts import check_results
 
 
-@pytest.fixture(scope="module")
-def page():
-    return (ROOT / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name", readme.TABLES)
-def test_every_number_in_a_table_of_the_readme_counts(page, name, monkeypatch):
-    computed = readme.TABLES[name]()
-    monkeypatch.setattr(readme, "TABLES", {other: lambda: computed for other in readme.TABLES})
-    (table,) = (found for found in readme.MARKED.finditer(page) if found[2] == name)
-    page = table[0]
-    assert not list(check_results.differences("README.md", page, readme.filled(page), "make report"))
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_every_number_in_a_table_of_a_page_counts(name, monkeypatch):
+    computed = pages.TABLES[name]()
+    monkeypatch.setattr(pages, "TABLES", {other: lambda: computed for other in pages.TABLES})
+    tables = [found for path in pages.files() for found in pages.MARKED.finditer(path.read_text()) if found[2] == name]
+    page = tables[0][0]
+    assert not list(check_results.differences("a page", page, pages.filled(page), "make report"))
     digits = list(re.compile(r"\d").finditer(page, page.index("\n")))
     assert len(digits) > 20
     for digit in digits:
         changed = page[: digit.start()] + str((int(digit[0]) + 1) % 10) + page[digit.end() :]
-        (complaint,) = check_results.differences("README.md", changed, readme.filled(changed), "make report")
-        assert complaint.startswith("README.md does not agree with results/")
+        (complaint,) = check_results.differences("a page", changed, pages.filled(changed), "make report")
+        assert complaint.startswith("a page does not agree with results/")
 
 
-def test_what_is_written_agrees_with_the_results(page):
-    assert list(check_results.quick(page)) == []
+def test_what_is_written_agrees_with_the_results():
+    assert list(check_results.quick()) == []
 
 
 def test_results_of_code_that_was_not_committed_are_found(tmp_path, monkeypatch):
@@ -62,14 +57,15 @@ def test_a_notebook_of_other_runs_is_found(monkeypatch):
     assert not any("fig4" in some or "herding" in some for some in complaints)  # sweeps have captions of their own
 
 
-def test_a_number_in_prose_that_no_table_has_is_found(page):
-    paragraph = next(some for some in quoted.paragraphs(page) if some.startswith("- **LR-HMDA**"))
-    number = quoted.NUMBER.search(paragraph)[0]
+def test_a_number_in_prose_that_no_table_has_is_found():
+    page = (ROOT / "docs" / "results.md").read_text()
+    passage = next(some for some in quoted.passages(page) if some.startswith("## Figure 3a"))
+    number = quoted.NUMBER.search(passage)[0]
     changed = page.replace(
         number, f"{float(number) + 10 ** -len(number.partition('.')[2]):.{len(number.partition('.')[2])}f}"
     )
-    (complaint,) = check_results.prose(changed)
-    assert complaint.startswith("README.md, “- **LR-HMDA**")
+    (complaint,) = check_results.prose("results.md", changed)
+    assert complaint.startswith("results.md, “## Figure 3a")
 
 
 @pytest.mark.parametrize(
@@ -91,12 +87,16 @@ def test_numbers_in_prose_are_rounded_numbers_of_tables(prose, missing):
     assert quoted.missing(prose, sources) == missing
 
 
-def test_paragraphs_name_their_tables():
-    text = "- M4 (Figure 3c)\n\n\n  and more\n\n- `study-rates`, BENCH=dropin\n\nFigure 11.\n\n| Figure 4 | 0.5 |"
-    found = [quoted.references(some) for some in quoted.paragraphs(text)]
-    assert [some["notebooks"] for some in found] == [
+def test_passages_name_their_tables():
+    text = (
+        "# M\n- M4 (Figure 3c)\n\n\n  and more\n\n- BENCH=dropin\n## `study-rates`\n| Figure 4 | 0.5 |\n\none\n\ntwo\n"
+    )
+    found = list(quoted.passages(text))
+    assert found == ["# M\n- M4 (Figure 3c)\n\n\n  and more", "# M\n- BENCH=dropin", "## `study-rates`\none\n\ntwo"]
+    references = [quoted.references(some) for some in found]
+    assert [some["notebooks"] for some in references] == [
         ["fig3c_mlp_m4", "fig3c_mlp_m4_4workers"],
+        [],
         ["study_rates"],
-        ["fig11_gpt2_wiki103"],
     ]
-    assert [some["benchmarks"] for some in found] == [[], ["dropin"], []]
+    assert [some["benchmarks"] for some in references] == [[], ["dropin"], []]

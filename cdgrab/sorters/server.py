@@ -42,7 +42,7 @@ class OrderServer:
         self._balancer, self._buffer_bytes, self._background = balancer, buffer_bytes, background
         self._pool: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._spare: Tensor | None = None  # memory of rows that were decided
+        self._spares: list[Tensor] = []  # memory of rows that were decided
         self.forget()
 
     def forget(self) -> None:
@@ -81,8 +81,8 @@ class OrderServer:
         if self._running and too_much and _fits(self._running[0].rows, like, size):
             self._running[0].hand_over()
             self._retire()
-        spare, self._spare = self._spare, None
-        return spare.view(shape) if _fits(spare, like, size) else like.new_empty(shape)
+        self._spares = [spare for spare in self._spares if _fits(spare, like, size)]
+        return self._spares.pop().view(shape) if self._spares else like.new_empty(shape)
 
     def flush(self) -> None:
         """Start deciding everything collected, without waiting for the result."""
@@ -127,7 +127,8 @@ class OrderServer:
         block = self._running.popleft()
         self._decided.append(block)
         if block.rows is not None:
-            self._spare, block.rows = block.rows, None
+            self._spares.append(block.rows)
+            block.rows = None
 
     def _begin(self, first: int, rows: Tensor) -> _Block:
         if self._background and rows.is_cuda:
@@ -137,7 +138,7 @@ class OrderServer:
             future = self._pool.submit(self._balancer.decide, first, rows)
             return _Block(first, rows, rows.nbytes, future.result, future.result, future.done, future.result)
         signs = self._balancer.decide(first, rows)
-        self._spare = rows
+        self._spares = [rows]
         return _Block(first, None, 0, _at_once, _at_once, lambda: True, lambda: signs)
 
     def _on_a_stream(self, first: int, rows: Tensor) -> _Block:

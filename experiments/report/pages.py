@@ -1,9 +1,11 @@
-"""Tables of README.md that are computed from results/, each between `<!-- results: name -->` and `<!-- end -->`."""
+"""Tables of README.md and docs/ that are computed from results/, each between `<!-- results: name -->` and
+`<!-- end -->`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from cdgrab.errors import CdgrabError
 from experiments.report import costs
@@ -12,12 +14,18 @@ from experiments.report.runs import Group, groups, sweeps
 from experiments.report.statistics import paired_p
 from experiments.report.tables import LAST_EPOCH, LAST_HALF, compared_by_seed, ends, epochs_to, p_value, papers_ends
 from experiments.report.text import markdown, mean_std, minus, narrow, plural
+from experiments.store.files import RESULTS, ROOT
 
 WHEN = {LAST_HALF: "mean over the last half of the epochs", LAST_EPOCH: "last epoch"}
 HMDA, CIFAR10 = "fig3a_lr_hmda", "fig4_cifar10_workers"
 NAMES = {OURS: sorter_label(OURS), BASELINE: sorter_label(BASELINE)}
 BETTER, DIFFERENCE = f"{NAMES[OURS]} better on", f"{NAMES[OURS]} − {NAMES[BASELINE]}"
 MARKED = re.compile(r"^( *)<!-- results: (\S+) -->$.*?^ *<!-- end -->$", re.M | re.S)
+
+
+def files() -> list[Path]:
+    """README.md and the pages of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def filled(page: str) -> str:
@@ -48,7 +56,19 @@ def cifar10() -> str:
     return markdown([_by_workers(group) for group in sweep.groups])
 
 
-TABLES: dict[str, Callable[[], str]] = {"lr-hmda": hmda, "cifar10": cifar10, "costs": costs.table}
+def scoreboard() -> str:
+    """How many rows of PAPER.md have which verdict."""
+    lines = (RESULTS / "PAPER.md").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    return "\n".join(lines[first : lines.index("", first)])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "lr-hmda": hmda,
+    "cifar10": cifar10,
+    "costs": costs.table,
+    "scoreboard": scoreboard,
+}
 
 
 def _compared(title: str, group: Group, metric: str, when: str) -> dict[str, str]:
@@ -79,6 +99,6 @@ def _by_workers(group: Group) -> dict[str, str]:
 def _block(found: re.Match) -> str:
     indent, name = found.groups()
     if name not in TABLES:
-        raise CdgrabError(f"README.md wants the results {name!r}; there are {', '.join(TABLES)}")
+        raise CdgrabError(f"a page wants the results {name!r}; there are {', '.join(TABLES)}")
     lines = [f"<!-- results: {name} -->", *narrow(TABLES[name]()).splitlines(), "<!-- end -->"]
     return "\n".join(indent + line for line in lines)

@@ -1,7 +1,7 @@
-"""Numbers in README's prose: does each occur, rounded as it is there, in the tables that its paragraph refers to?
+"""Numbers in the prose of pages: does each occur, rounded as it is there, in the tables that its passage refers to?
 
-A paragraph refers to figures and tables of the paper (Figure 3a), experiments, studies (`study-rates`) and benchmarks
-(`BENCH=dropin`). What it has from elsewhere, and percentages of ratios, it lists in a comment,
+A passage, or its heading, refers to figures and tables of the paper (Figure 3a), experiments, studies (`study-rates`)
+and benchmarks (`BENCH=dropin`). What it has from elsewhere, and percentages of ratios, it lists in comments,
 `<!-- not in the tables: 0.25, 12 % (of a ratio) -->`. Whole numbers count only with a unit: % or "of … seeds".
 """
 
@@ -15,37 +15,41 @@ from experiments.report.claims import FIGURES
 NUMBER = re.compile(r"(?<![\w.^])(?:\d[\d,]*\.\d+|\d+(?= %))(?![\w])")
 SEEDS = re.compile(r"\d+ of \d+ seeds")
 EXCEPTED = re.compile(r"<!-- not in the tables: (.*?) -->", re.S)
+NAMES = re.compile(r"arXiv [\d.]+|https?://\S+|Python ≥ [\d.]+")
 WRITTEN = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
-def paragraphs(page: str) -> Iterator[str]:
-    """Bullets with all that is indented below them, and what stands between empty lines; no tables: those that hold
-    results are computed, others hold settings."""
-    parts = (part.strip() for part in re.split(r"\n{2,}(?![ \n])|\n(?=- )", page))
-    return (part for part in parts if not part.startswith("|"))
+def passages(page: str) -> Iterator[str]:
+    """What stands under a heading, with the heading; bullets with all that is indented below them are passages of their
+    own. No tables: those that hold results are computed, others hold settings."""
+    for section in re.split(r"^(?=#+ )", page, flags=re.M):
+        heading, _, text = section.partition("\n") if section.startswith("#") else ("", "", section)
+        for part in re.split(r"^(?=- )", re.sub(r"^ *\|.*\n?", "", text, flags=re.M), flags=re.M):
+            if part.strip():
+                yield f"{heading}\n{part.strip()}".strip()
 
 
-def references(paragraph: str) -> dict[str, list[str]]:
-    """What a paragraph refers to: notebooks, and benchmarks."""
-    figures = set(re.findall(r"(?:Figure|Table) \d+[abc]?", paragraph))
+def references(passage: str) -> dict[str, list[str]]:
+    """What a passage refers to: notebooks, and benchmarks."""
+    figures = set(re.findall(r"(?:Figure|Table) \d+[abc]?", passage))
     notebooks = [
         figure.experiment
         for figure in FIGURES
-        if figure.name.partition(",")[0] in figures or re.search(rf"\b{figure.experiment}\b", paragraph)
+        if figure.name.partition(",")[0] in figures or re.search(rf"\b{figure.experiment}\b", passage)
     ]
-    notebooks += [f"study_{name.replace('-', '_')}" for name in re.findall(r"`study-([\w-]+)`", paragraph)]
-    return {"notebooks": list(dict.fromkeys(notebooks)), "benchmarks": re.findall(r"BENCH=(\w+)", paragraph)}
+    notebooks += [f"study_{name.replace('-', '_')}" for name in re.findall(r"`study-([\w-]+)`", passage)]
+    return {"notebooks": list(dict.fromkeys(notebooks)), "benchmarks": re.findall(r"BENCH=(\w+)", passage)}
 
 
-def missing(paragraph: str, sources: str) -> list[str]:
-    """The numbers of a paragraph that the sources do not have; and exceptions that are none."""
-    listed = EXCEPTED.search(paragraph)
-    excepted = set(NUMBER.findall(listed[1])) if listed else set()
-    prose, values = EXCEPTED.sub("", paragraph), numbers(sources)
+def missing(passage: str, sources: str) -> list[str]:
+    """The numbers of a passage that the sources do not have; and exceptions that are none."""
+    listed = " ".join(EXCEPTED.findall(passage))
+    excepted = set(NUMBER.findall(listed))
+    prose, values = NAMES.sub("", EXCEPTED.sub("", passage)), numbers(sources)
     found = dict.fromkeys(NUMBER.findall(prose))
     lost = [number for number in found if number not in excepted and not _occurs(number, values)]
     seeds = {" ".join(words.split()) for words in SEEDS.findall(" ".join(prose.split()))}
-    lost += [words for words in sorted(seeds) if words not in sources and not (listed and words in listed[1])]
+    lost += [words for words in sorted(seeds) if words not in sources and words not in listed]
     return lost + [f"{number} (listed, but not there)" for number in sorted(excepted - found.keys())]
 
 

@@ -126,9 +126,8 @@ def git_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        changed = git(
-            "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!notebooks", ":!README.md"
-        )
+        texts = (":!results", ":!notebooks", ":!docs", ":!README.md")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *texts)
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
