@@ -156,6 +156,7 @@ BAD = [
     (["task.batch=4096", "workers=4096"], "fewer training units"),
     (["epochs=0"], "epochs must be a whole number of at least 1"),
     (["seed=-1"], "seed must be a whole number of at least 0"),
+    (["seeds=3"], "seeds must be given by size"),
     (["task.lr=fast"], "task.lr must be a number above 0"),
     (["task.lr=nan"], "task.lr must be a number"),
     (["task.lr=0"], "task.lr must be a number above 0"),

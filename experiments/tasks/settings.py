@@ -57,6 +57,12 @@ def filled(key: str, value: object) -> None:
         raise CdgrabError(f"{key} must be text, got {value!r}")
 
 
+def by_size(key: str, value: object) -> None:
+    """A table of what `make reproduce-<task>` does by size; a single run has no use for it."""
+    if not isinstance(value, DictConfig):
+        raise CdgrabError(f"{key} must be given by size, such as {key}.quick, got {value!r}")
+
+
 def complaints(config: DictConfig, checks: Mapping[str, Check]) -> dict[str, str]:
     """What is wrong, by key; keys may have dots."""
     found = {}

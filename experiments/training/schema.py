@@ -18,7 +18,18 @@ from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import make_sparsifier
 from experiments.tasks import task_class
 from experiments.tasks.base import DTYPES, PARTITIONS
-from experiments.tasks.settings import Check, complaints, filled, flag, number, one_of, text, whole, whole_numbers
+from experiments.tasks.settings import (
+    Check,
+    by_size,
+    complaints,
+    filled,
+    flag,
+    number,
+    one_of,
+    text,
+    whole,
+    whole_numbers,
+)
 from experiments.training.gradients import GRADIENTS
 from experiments.training.optimisers import OPTIMISERS, SCHEDULES
 
@@ -36,6 +47,8 @@ SETTINGS: dict[str, Check] = {
     "workers": whole(1),
     "epochs": whole(1),
     "seed": whole(0, 2**63 - 1),
+    "seeds": by_size,
+    "sweeps": by_size,
     "threads": whole(1, 4096),
     "checkpoint.keep": whole(1),
     "checkpoint.every_epochs": whole(1),
