@@ -1,4 +1,4 @@
-"""The README's table of what ordering costs: what was wanted, and what results/bench says."""
+"""Tables of what ordering costs: what was wanted, and what results/bench says."""
 
 from __future__ import annotations
 
@@ -15,6 +15,31 @@ def table() -> str:
     """First two cores of a CPU, then one GPU, then bytes, which are the same everywhere."""
     found = [*_cpu(), *_gpu(), *_traffic(), *_gpu_memory()]
     return markdown([dict(zip(("", "wanted", "measured"), line, strict=True)) for line in found])
+
+
+MACHINES = {"cuda": "one H200", "cpu": "2 cores"}
+WRITTEN = {"gpt2": "GPT-2", "resnet": "ResNet-", "mlp": "MLP"}
+
+
+def dropin() -> str:
+    """A step with the drop-in sampler over the same step with an ordinary one, model by model."""
+    steps = [row for device in MACHINES for row in _rows("dropin", device=device, what="step") if "ratio" in row]
+    return markdown([_step(row) for row in steps])
+
+
+def _step(row: dict) -> dict[str, str]:
+    model = row.get("model") or f"{row['network']} layers"
+    for name, written in WRITTEN.items():
+        model = model.replace(name, written)
+    link = f", {row['gigabits']:g} Gbit/s between them" if "gigabits" in row else ""
+    return {
+        "on": MACHINES[row["device"]],
+        "model": f"{model}, {row['dim'] / 1e6:.3g} M parameters" + (f", {row['sketch']}" if "sketch" in row else ""),
+        "processes": f"{row['processes']}{link}",
+        "plain step (ms)": f"{row['plain_us'] / 1e3:.3g}",
+        "ours / plain [quartiles]": "{:.2f} [{:.2f}, {:.2f}]".format(row["ratio"], *row["ratio_quartiles"]),
+        "extra memory (floats per parameter)": str(row.get("floats_per_parameter", "–")),
+    }
 
 
 def _cpu() -> Iterator[Line]:

@@ -67,6 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lr-hmda": hmda,
     "cifar10": cifar10,
     "costs": costs.table,
+    "dropin": costs.dropin,
     "scoreboard": scoreboard,
 }
 

@@ -14,7 +14,7 @@ from experiments.report.claims import FIGURES
 
 NUMBER = re.compile(r"(?<![\w.^])(?:\d[\d,]*\.\d+|\d+(?= %))(?![\w])")
 SEEDS = re.compile(r"\d+ of \d+ seeds")
-EXCEPTED = re.compile(r"<!-- not in the tables: (.*?) -->", re.S)
+EXCEPTED = re.compile(r"<!--\s+not\s+in\s+the\s+tables:\s+(.*?)\s+-->", re.S)
 NAMES = re.compile(r"arXiv [\d.]+|https?://\S+|Python ≥ [\d.]+")
 WRITTEN = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
