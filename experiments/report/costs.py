@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from experiments.report import figures_link
 from experiments.report.text import enumerated, markdown
-from experiments.store.bench import read_rows
+from experiments.store.bench import cores, read_manifests, read_rows
 
 Line = tuple[str, str, str]
 
@@ -17,14 +17,15 @@ def table() -> str:
     return markdown([dict(zip(("", "wanted", "measured"), line, strict=True)) for line in found])
 
 
-MACHINES = {"cuda": "one H200", "cpu": "2 cores"}
 WRITTEN = {"gpt2": "GPT-2", "resnet": "ResNet-", "mlp": "MLP"}
 
 
 def dropin() -> str:
     """A step with the drop-in sampler over the same step with an ordinary one, model by model."""
-    steps = [row for device in MACHINES for row in _rows("dropin", device=device, what="step") if "ratio" in row]
-    return markdown([_step(row) for row in steps])
+    made = read_manifests("dropin")
+    on = {"cuda": made["cuda"]["machine"], "cpu": f"{cores(made['cpu'])} cores"}
+    steps = [row for device in on for row in _rows("dropin", device=device, what="step") if "ratio" in row]
+    return markdown([{"on": on[row["device"]]} | _step(row) for row in steps])
 
 
 def _step(row: dict) -> dict[str, str]:
@@ -33,7 +34,6 @@ def _step(row: dict) -> dict[str, str]:
         model = model.replace(name, written)
     link = f", {row['gigabits']:g} Gbit/s between them" if "gigabits" in row else ""
     return {
-        "on": MACHINES[row["device"]],
         "model": f"{model}, {row['dim'] / 1e6:.3g} M parameters" + (f", {row['sketch']}" if "sketch" in row else ""),
         "processes": f"{row['processes']}{link}",
         "plain step (ms)": f"{row['plain_us'] / 1e3:.3g}",

@@ -11,7 +11,7 @@ from experiments.report.names import BASELINE, sorter_colour, sorter_label, task
 from experiments.report.names import OURS as OUR_SORTER
 from experiments.report.published import PAPER
 from experiments.report.text import markdown, plural
-from experiments.store.bench import read_manifests, read_rows
+from experiments.store.bench import cores, read_manifests, read_rows
 
 AUTHOR, OURS, FLOOR = "#7b5ea7", sorter_colour(OUR_SORTER), "#777777"
 PHASES = {  # of an epoch, with their colours
@@ -50,9 +50,8 @@ def devices(name: str) -> list[str]:
 def caption(name: str, device: str) -> str:
     """On which machine, how and when it was measured."""
     made = read_manifests(name)[device]
-    cores = made.get("host", made)["cores"]  # the first version of manifests had no `host`
     return (
-        f"{made['machine']}, {cores} cores, load {made['load'][0]:g} · size {made['size']} · medians, bars: "
+        f"{made['machine']}, {cores(made)} cores, load {made['load'][0]:g} · size {made['size']} · medians, bars: "
         f"quartiles · {made['ended'][:10]}, commit {made['commit'] or 'unknown'}"
     )
 

@@ -31,6 +31,10 @@ def read_manifests(name: str) -> dict[str, dict]:
     return _read(folder() / f"{name}.meta.json", {})
 
 
+def cores(manifest: dict) -> int:
+    return manifest.get("host", manifest)["cores"]  # the first version of manifests had no `host`
+
+
 def refuse_smaller(name: str, device: str, size: str) -> None:
     """Rows that are kept are replaced by rows of the same size or a larger one only; those of trials by any."""
     path = folder(size) / f"{name}.meta.json"
