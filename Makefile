@@ -30,7 +30,7 @@ OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)')
 
 KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
 
-.PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve clean
+.PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve package clean
 
 help: ## this list
 	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
@@ -101,6 +101,9 @@ docs: $(READY) ## the documentation as a website: build/docs/index.html
 
 docs-serve: $(READY) ## show the documentation while you write it: http://127.0.0.1:8000
 	@$(BIN)/mkdocs serve
+
+package: $(READY) ## wheel and source distribution, checked: build/package
+	@rm -rf build/package && $(BIN)/python -m hatchling build -d build/package >/dev/null && $(BIN)/twine check --strict build/package/*
 
 clean: ## remove .venv and caches; results stay
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build; find . -name __pycache__ -type d -prune -exec rm -rf {} +
