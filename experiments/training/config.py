@@ -39,6 +39,7 @@ DEPLOYMENT = {
     "checkpoint.keep",
     "restarts",
     "timeout",
+    "tracker",
     "sorter.buffer_mb",
     "sorter.background",
     "task.device",

@@ -13,7 +13,8 @@ from experiments.store import records
 from experiments.store.files import replacing
 from experiments.store.records import metrics_in, now, read_manifest
 from experiments.training.clock import PHASES
-from experiments.training.config import Run
+from experiments.training.config import Run, flatten
+from experiments.training.trackers import Tracking
 
 NONE_YET = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}  # metrics of a run that begins
 
@@ -27,6 +28,7 @@ class RunLog:
         self.manifest_path = run.directory / records.MANIFEST
         self._phases: list[dict] = []  # seconds of every epoch, by phase
         self._manifest: dict = {}
+        self._tracking: Tracking | None = None
 
     def begin(
         self,
@@ -44,8 +46,10 @@ class RunLog:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         kept = _first_bytes(self.metrics_path, *(then or (NONE_YET, 0)))
-        before = read_manifest(self.directory) if then else {}
-        self._phases = [line["phases"] for line in metrics_in(kept)]
+        latest = read_manifest(self.directory)
+        before = latest if then else {}
+        lines = metrics_in(kept)
+        self._phases = [line["phases"] for line in lines]
         with replacing(self.metrics_path) as file:
             file.write(kept)
         what = {
@@ -67,6 +71,11 @@ class RunLog:
         self._manifest = records.begin(what, before) | {"resumed": resumed}
         if (together := max(replicas, before.get("replicas", 1))) > 1:  # its times are not its own
             self._manifest["replicas"] = together
+        self._tracking = Tracking(
+            run.config.tracker, run.directory, run.science, latest.get("trackers", {}), list(map(flatten, lines))
+        )
+        if self._tracking.names:
+            self._manifest["trackers"] = self._tracking.names
         self._write_manifest()
 
     def record(self, metrics: dict) -> None:
@@ -75,12 +84,14 @@ class RunLog:
             return
         records.append(self.directory, metrics)
         self._phases.append(metrics["phases"])
+        self._tracking.record(flatten(metrics))
 
     def finish(self, status: str, reason: str | None = None) -> None:
         """status: finished, interrupted, stopped or diverged."""
         if self.active and self._manifest:
             self._manifest = records.finish(self._manifest, status, **({"reason": reason} if reason else {}))
             self._write_manifest()
+            self._tracking.finish(status)
 
     def _write_manifest(self) -> None:
         epochs = max(len(self._phases), 1)

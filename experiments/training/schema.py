@@ -32,6 +32,7 @@ from experiments.tasks.settings import (
 )
 from experiments.training.gradients import GRADIENTS
 from experiments.training.optimisers import OPTIMISERS, SCHEDULES
+from experiments.training.trackers import NAMES, missing_package
 
 COMPILE = ("auto", "off")
 
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Check] = {
     "timeout": number(above=0.0, below=1e8),
     "device": one_of(*DEVICES),
     "compile": one_of(*COMPILE),
+    "tracker": one_of(*NAMES),
     "resume": flag,
     "tf32": flag,
     "task.batch": whole(1),
@@ -94,6 +96,8 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
     meeting = re.fullmatch(r"\S+:(\d{1,5})", str(config.rdzv))
     if right("nnodes") and config.nnodes > 1 and not (meeting and int(meeting[1]) < 2**16):
         yield f"nnodes={config.nnodes} hosts need rdzv=first-host:29400 to meet at, got {config.rdzv!r}"
+    if right("tracker") and (missing := missing_package(config.tracker)):
+        yield missing
     if right("task.schedule.kind") and config.task.schedule.kind == "step":
         yield from complaints(config, STEP_SCHEDULE).values()
     if right("task.batch", "workers") and config.task.batch % config.workers:

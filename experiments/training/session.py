@@ -33,7 +33,8 @@ from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
 
 log = logging.getLogger("cdgrab")
-MORE_KINDS = {"config": dict, "reason": str, "resumed": list, "replicas": int}  # of what manifests hold
+# of what manifests hold
+MORE_KINDS = {"config": dict, "reason": str, "resumed": list, "replicas": int, "trackers": dict}
 OUT_OF_MEMORY = "memory|alloc|Storage size|overflow"  # words in the messages of torch and numpy
 
 
