@@ -143,9 +143,14 @@ def test_bad_calls_of_the_helpers_are_one_sentence(module, arguments, message, m
     assert ended.value.code == 2 and printed.startswith("error: ") and message in printed and printed.count("\n") == 1
 
 
-def test_notebooks_only_read_results():
+def test_notebooks_tell_what_they_are_about_and_only_read_results():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+        cells = nbformat.read(path, as_version=4).cells
+        told = re.findall(r"^\*\*(.*?)\.\*\* ", cells[0].source, re.M)
+        assert told == ["What the paper claims", "What we did", "What came out", "What to try"], path.name
+        links = re.findall(r"\]\((\.\.[^)]+)\)", cells[0].source)
+        assert all((path.parent / link).exists() for link in links), path.name
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
         imported = set(re.findall(r"^ *(?:from|import) ([\w.]+)", code, re.M))
         assert imported <= {"IPython.display", "experiments.store.bench"} | {
             name for name in imported if name.startswith(("experiments.report", "experiments.studies"))
