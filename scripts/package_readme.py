@@ -15,7 +15,7 @@ LINK = re.compile(rf"(?<!!)\[(?P<text>[^\]]*)\]{PATH}")
 
 
 def for_an_index(readme: str, version: str, repository: str | None = None) -> str:
-    readme = readme.replace("pip install /path/to/this/clone", "pip install cdgrab")
+    readme = readme.replace("/path/to/this/clone", "cdgrab")
     if repository is None:
         readme = LINK.sub(r"\g<text>", PICTURE.sub("", readme))
         return re.sub(r"\n{3,}", "\n\n", readme)

@@ -264,6 +264,7 @@ def test_single_examples_are_ordered():
 
 BAD = {
     "the dataset must have a length": lambda: OrderedBatchSampler([], 4),
+    "and examples by number": lambda: OrderedBatchSampler(DataLoader([1, 2]), 4),
     "use_distributed_sampler=False": lambda: OrderedBatchSampler(SequentialSampler(dataset()), 4, drop_last=True),
     "batch_size must be a whole number": lambda: OrderedBatchSampler(dataset(), 0),
     "unknown sorter": lambda: OrderedBatchSampler(dataset(), 4, sorter="best"),

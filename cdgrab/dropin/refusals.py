@@ -25,19 +25,19 @@ WRAPPERS = {  # classes of accelerate
 def refuse_dataset(dataset: object) -> None:
     """One without an order to choose, or a sampler: Lightning makes batch samplers anew, with one of its own in the
     place of the dataset."""
-    try:
-        examples = len(dataset)
-    except TypeError:  # it has none
-        examples = 0
-    if not examples:
-        raise CdgrabError(
-            "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
-            "choose (a list of its examples has)"
-        )
     if isinstance(dataset, Sampler):
         raise CdgrabError(
             f"this is a {type(dataset).__name__} in the place of the dataset: with Lightning give Trainer, or Fabric's "
             "setup_dataloaders, use_distributed_sampler=False"
+        )
+    try:
+        examples = len(dataset)
+    except TypeError:  # it has none
+        examples = 0
+    if not examples or not hasattr(dataset, "__getitem__"):  # without: a DataLoader, for example
+        raise CdgrabError(
+            "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
+            "choose (a list of its examples has)"
         )
 
 

@@ -24,7 +24,7 @@ def for_device(device: torch.device) -> ModuleType:
     if device.type == "cpu":
         if found := optional("cpu"):
             return found
-        _warn("numba is not installed: signs are decided by plain loops, about a hundred times slower")
+        _warn("numba is not installed: signs are decided by plain loops, which take longer; pip install numba")
         return rules
     if found := optional("gpu"):
         return found
@@ -37,7 +37,7 @@ def _for_shards(on_gpu: bool) -> Callable[..., Tensor]:
     if not on_gpu and (found := optional("divided")):
         return found.balance_divided
     if not on_gpu:
-        _warn("numba is not installed: signs are decided by slower operations on blocks of rows")
+        _warn("numba is not installed: signs are decided by slower operations on blocks of rows; pip install numba")
     return lambda rows, running, limits, total, settle, dim: gram.balance(rows, running, limits, total)
 
 
