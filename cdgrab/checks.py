@@ -105,6 +105,11 @@ def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: 
         raise CdgrabError(f"{kind} {name} has no option {', '.join(unknown)}; {takes}")
 
 
+def is_dense(value: object) -> bool:
+    """Whether this is a tensor with numbers in memory."""
+    return isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.layout == torch.strided
+
+
 def all_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms and is much cheaper to check. Only if the sum is not finite is every term checked:
     it may have overflowed."""

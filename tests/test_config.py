@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tracemalloc
 
 import pytest
 import torch
@@ -245,6 +246,23 @@ def test_process_counts():
     assert 4 % process_count("auto", 4) == 0
     with pytest.raises(CdgrabError, match="nproc must be"):
         process_count("many", 4)
+
+
+def test_settings_are_checked_in_little_memory():
+    """Found by make fuzz: a sparsifier was made for as many workers as anybody asked for."""
+    tracemalloc.start()
+    with pytest.raises(CdgrabError, match="cannot be split evenly over workers=4000000"):
+        compose(["data=embedded", "sparsifier=exdyna", "workers=4000000"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+def test_how_many_coordinates_a_sparsifier_needs_is_asked_of_the_model(tmp_path, capsys):
+    faithful = ["data=embedded", "size=smoke", "sparsifier=exdyna", "sparsifier.faithful=true", f"run_dir={tmp_path}"]
+    assert train.main(faithful) == 2
+    assert "faithful=true needs 32 coordinates for each of 56 blocks, dim is 56" in capsys.readouterr().err
+    assert train.main([*faithful, "sparsifier.blocks=1", "workers=1", "epochs=1"]) == 0
 
 
 def test_hosts_need_a_place_to_meet(capsys):

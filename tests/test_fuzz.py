@@ -24,6 +24,7 @@ INPUTS = {
     "runs": 12,
     "gradients": 100,
     "states": 40,
+    "samplers": 20,
     "arguments": 2000,
     "calls": 40,
 }

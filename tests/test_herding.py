@@ -80,6 +80,18 @@ def test_wrong_shapes_are_refused(vectors, order):
         parallel_herding_bound(torch.zeros(vectors), None if order is None else torch.zeros(order, dtype=torch.long))
 
 
+@pytest.mark.parametrize(
+    "wrong", ["vectors", None, {}, 10**30, [[1], [1, 2]], torch.ones(1, 2, 3).to_sparse(), torch.ones(1, 2, 3) * 1j]
+)
+def test_what_is_no_tensor_of_numbers_is_refused(wrong):
+    """Found by make fuzz."""
+    vectors = torch.ones(1, 2, 3)
+    for bad in ({"vectors": wrong}, {"vectors": vectors, "order": wrong}, {"vectors": vectors, "per_vector": wrong}):
+        if bad.get("order", "") is not None:  # that is the order as given
+            with pytest.raises(CdgrabError, match="must be"):
+                parallel_herding_bound(**bad)
+
+
 # -- the theory -------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdgrab.checks import is_dense
 from cdgrab.errors import CdgrabError
 
 FLOAT64, INT64, INT8 = (torch.float64,), (torch.int64,), (torch.int8,)
@@ -57,11 +58,6 @@ def refuse_others(what: str, values: Mapping[str, object], fields: Mapping[str, 
     for name, field in fields.items():
         if not field.fits(values[name]):
             raise CdgrabError(f"{what} is damaged: {name} must be {field}")
-
-
-def is_dense(value: object) -> bool:
-    """Whether this is a tensor with numbers in memory."""
-    return isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.layout == torch.strided
 
 
 def is_plain(value: object) -> bool:

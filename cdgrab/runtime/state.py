@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cdgrab.checks import MOST, count, differences
+from cdgrab.checks import MOST, count, differences, is_dense
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.fields import PLAIN, Field, consists_of, is_dense, is_plain, is_similar, refuse_others
+from cdgrab.runtime.fields import PLAIN, Field, consists_of, is_plain, is_similar, refuse_others
 from cdgrab.runtime.group import WorkerGroup
 
 STATE_VERSION = 2

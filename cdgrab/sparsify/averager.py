@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cdgrab.checks import is_dense
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.fields import FLOAT64, Field, is_dense
+from cdgrab.runtime.fields import FLOAT64, Field
 from cdgrab.sparsify.base import Sparsifier
 
 LOGGED = ("density", "imbalance", "threshold", "bytes")

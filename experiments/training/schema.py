@@ -16,6 +16,7 @@ from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import DEVICES
 from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import make_sparsifier
+from cdgrab.sparsify.partitions import ALIGNMENT
 from experiments.tasks import task_class
 from experiments.tasks.base import DTYPES, PARTITIONS
 from experiments.tasks.settings import (
@@ -108,27 +109,30 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
     if right("task.herding_replays") and config.task.herding_replays and config.sparsifier.name != "dense":
         yield "task.herding_replays needs sparsifier=dense: a replay would change what a sparsifier has kept"
     yield from _sorter(config)
-    if right("workers"):
-        yield from _sparsifier(config)
+    yield from _sparsifier(config)
 
 
 def _sorter(config: DictConfig) -> Iterator[str]:
     """A small sorter is made: it checks its options itself."""
-    options = dict(config.sorter)
-    if is_whole(options.get("sketch_size")) and options["sketch_size"] > 0:
-        options["sketch_size"] = 1
     try:
-        make_sorter(workers=1, units=1, dim=1, **options)
+        make_sorter(workers=1, units=1, dim=1, **_smaller(config.sorter, "sketch_size"))
     except CdgrabError as error:
         yield str(error)
 
 
 def _sparsifier(config: DictConfig) -> Iterator[str]:
+    """The same. Whether there are enough coordinates is told when the model is known."""
     layers = config.sparsifier.get("layers")
     if layers is not None and not (isinstance(layers, ListConfig) and all(map(is_whole, layers))):
         yield f"sparsifier.layers must be null or a list of whole numbers, got {layers!r}"
-    options = {key: value for key, value in config.sparsifier.items() if key != "layers"}
+    options = {key: value for key, value in _smaller(config.sparsifier, "blocks").items() if key != "layers"}
     try:
-        make_sparsifier(workers=config.workers, dim=1, **options)
+        make_sparsifier(workers=1, dim=ALIGNMENT, **options)
     except CdgrabError as error:
         yield str(error)
+
+
+def _smaller(settings: DictConfig, size: str) -> dict:
+    """With this size as small as can be, if it is one."""
+    right = is_whole(settings.get(size)) and settings[size] > 0
+    return dict(settings) | ({size: 1} if right else {})

@@ -38,19 +38,21 @@ from scripts.fuzz.calls import calls
 from scripts.fuzz.files import files
 from scripts.fuzz.gradients import gradients
 from scripts.fuzz.runs import MADE, runs
+from scripts.fuzz.samplers import samplers
 from scripts.fuzz.settings import settings
 from scripts.fuzz.states import states
 from scripts.fuzz.tables import tables
 from scripts.reliability import Record, cpu_seconds, die_with_parent
 
 KINDS = {  # each with its share of all inputs
-    "settings": (settings, 0.15),
+    "settings": (settings, 0.1),
     "files": (files, 0.05),
     "tables": (tables, 0.1),
     "archives": (archives, 0.1),
     "runs": (runs, 0.05),
     "gradients": (gradients, 0.2),
     "states": (states, 0.2),
+    "samplers": (samplers, 0.05),
     "arguments": (arguments, 0.05),
     "calls": (calls, 0.1),
 }
@@ -120,7 +122,7 @@ def main(command_line: list[str] | None = None) -> int:
     seed = time.time_ns() % 10**6 if arguments.seed is None else arguments.seed
     shares = {arguments.kind: 1.0} if arguments.kind else {kind: share for kind, (_, share) in KINDS.items()}
     os.environ.pop("CDGRAB_DATA", None)
-    resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))  # a cap on memory
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))  # a cap on memory
     logging.getLogger("cdgrab").addHandler(logging.NullHandler())
     print(f"seed {seed}", flush=True)
     record, counts = Record("fuzz", seed), {kind: Counter() for kind in shares}

@@ -1,5 +1,5 @@
-"""Sorters, sparsifiers and samplers that are made with an odd argument. What is taken must do what is done with the
-same number as a plain one."""
+"""Sorters, sparsifiers and samplers that are made, and orders that are judged, with an odd argument. What is taken must
+do what is done with the same number as a plain one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ def arguments(generator: random.Random, scratch: Path) -> Iterator[Callable[[], 
 
     sizes = {"workers": 2, "units": 4, "dim": 6}
     while True:
-        kind = generator.choice(("sorter", "sparsifier", "sampler"))
+        kind = generator.choice(("sorter", "sparsifier", "sampler", "herding"))
         name = generator.choice(list(cdgrab.SPARSIFIERS if kind == "sparsifier" else cdgrab.SORTERS))
         if kind == "sorter":
             make, right, more = cdgrab.make_sorter, {"name": name} | sizes, ("seed", "initial", *sorter_options(name))
         elif kind == "sparsifier":
             right = {"name": name, "workers": 2, "dim": 6, "density": 0.5}
             make, more = cdgrab.make_sparsifier, sparsifier_options(name)
+        elif kind == "herding":
+            right, more = {"vectors": torch.eye(3)[None], "order": torch.tensor([[2, 0, 1]])}, ("per_vector",)
+            make = cdgrab.herding.parallel_herding_bound
         else:
             right = {"dataset": range(8), "batch_size": 2, "sorter": name}
             make, more = cdgrab.OrderedBatchSampler, ("seed", "drop_last", "accumulation_steps", "unit", "diagnose")
@@ -48,6 +51,8 @@ def arguments(generator: random.Random, scratch: Path) -> Iterator[Callable[[], 
 
 def _doing(made: object) -> str:
     """What it is, and the first order if that is short."""
+    if isinstance(made, float):
+        return words(made)
     if isinstance(made, cdgrab.OrderedBatchSampler):
         return repr(made) + words(list(made) if made.sorter else None)
     short = hasattr(made, "order") and made.units * made.workers <= FEW

@@ -3,6 +3,7 @@ were taken."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import cdgrab
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, NotFiniteError
 from scripts.fuzz.words import words
 
 WORKERS, UNITS, DIM = 2, 4, 3
@@ -25,6 +26,7 @@ def calls(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
     kinds = [partial(_Sorter, name) for name in cdgrab.SORTERS]
     kinds += [partial(_Sparsifier, name) for name in cdgrab.SPARSIFIERS]
     kinds += [partial(_Sampler, name) for name in ("d_rr", "cd_grab", "id_grab_bal", "kh")]
+    kinds += [partial(_Hook, name) for name in ("topk", "exdyna")]
 
     def attempt(make: Callable[[], object]) -> None:
         user, refused, taken = make(), None, []
@@ -109,6 +111,50 @@ class _Sparsifier:
         self._made.reduce(gradients)
 
     save, load, outcome = _Sorter.save, _Sorter.load, _Sorter.outcome
+
+
+class _Hook:
+    """A sparsifier that averages the gradients of a DDP model."""
+
+    def __init__(self, name: str) -> None:
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        torch.manual_seed(0)
+        self._name, self._plain = name, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        self._model, self._made = nn.parallel.DistributedDataParallel(self._plain), None
+        self.hook("model")
+        self._saved = self._made.state_dict()
+
+    def draw(self, generator: random.Random) -> Call:
+        if generator.random() < 0.6:
+            return "backward", _numbers(generator, 4, 3), generator.random() < 0.2
+        if generator.random() < 0.3:
+            return "hook", generator.choice(("model", "module", "text", "nothing"))
+        return (generator.choice(("save", "load", "zero", "infinite")),)
+
+    def hook(self, what: str) -> None:
+        models = {"model": self._model, "module": self._plain, "text": "model", "nothing": None}
+        self._made = cdgrab.sparsify.ddp_hook(models[what], self._name, density=0.3)
+
+    def backward(self, data: Tensor, more_to_come: bool) -> None:
+        with self._model.no_sync() if more_to_come else contextlib.nullcontext():
+            self._model(data).sum().backward()
+
+    def infinite(self) -> None:
+        """Refused, which leaves gradients that are NaN: whoever goes on sets them to zero."""
+        with contextlib.suppress(NotFiniteError):
+            self._model(torch.full((4, 3), torch.inf)).sum().backward()
+            raise AssertionError("gradients were taken that are not finite")
+        self.zero()
+
+    def zero(self) -> None:
+        self._model.zero_grad()
+
+    save, load = _Sorter.save, _Sorter.load
+
+    def outcome(self) -> str:
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        return words(self._made.state_dict()) + words(gradients)
 
 
 class _Sampler:

@@ -58,11 +58,24 @@ def files(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
             assert contents(root) == before, "data files were changed"
             shutil.rmtree(root)
 
+    def cache(root: Path, cached: Path) -> None:
+        """What was prepared and is damaged now is made again. (One whose checksums are right is believed.)"""
+        with mock.patch.dict(os.environ, CDGRAB_CACHE=str(cached)):
+            before, found = contents(root), _read("gpt2_wiki103", root)
+            damage(generator.choice(list(cached.glob("*.npz"))), generator)
+            assert _read("gpt2_wiki103", root) == found, "what is damaged was read"
+            assert contents(root) == before, "data files were changed"
+        shutil.rmtree(root)
+
     while True:
         task, root = generator.choice(list(TREES)), Path(tempfile.mkdtemp(dir=scratch))
         for name, content in TREES[task].items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content.encode("latin-1"))
+        if task == "gpt2_wiki103" and generator.random() < 0.5:
+            (root / "gpt2" / "vocab.json").unlink(), (root / "gpt2" / "merges.txt").unlink()
+            yield partial(cache, root, Path(tempfile.mkdtemp(dir=scratch)))
+            continue
         damage(root / generator.choice(list(TREES[task])), generator)
         yield partial(attempt, task, root)
 

@@ -22,6 +22,7 @@ from experiments.early import REQUEUE
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest, read_metrics
 from experiments.training import session, signals
+from experiments.training.composition import choices
 from experiments.training.config import compose
 from scripts.fuzz.damage import contents, damage
 from scripts.fuzz.gradients import DTYPES, NUMBERS
@@ -32,7 +33,8 @@ MADE = "made by a checkpoint"
 
 def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
     """Read or resume such a run."""
-    overrides = ["data=embedded", "size=smoke", "task.limit=64", "epochs=3", "compile=off"]
+    chosen = [f"{group}={generator.choice(choices(group))}" for group in ("sorter", "sparsifier")]
+    overrides = [*chosen, "data=embedded", "size=smoke", "task.limit=64", "epochs=3", "compile=off"]
     good, whole = _half_done(scratch, overrides)
     names = [path.name for path in good.iterdir()]
 

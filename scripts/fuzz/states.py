@@ -1,11 +1,8 @@
-"""States of sorters, sparsifiers, samplers and DDP hooks, changed somewhere inside."""
+"""States of sorters, sparsifiers and DDP hooks, changed somewhere inside."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,14 +24,19 @@ UNENDING.append(UNENDING)
 OTHERS = (None, "text", "two\nlines", -1, 0, 1, 10**9, 10**400, 0.5, float("nan"), True, [], [1], {}, {1: 2})
 OTHERS += (UNENDING, {"": UNENDING})
 OTHERS += (torch.zeros(0), torch.tensor(torch.nan), torch.ones(2, 3), torch.ones(2, 2).to_sparse())
+BALANCING = ({"sketch": "countsketch", "sketch_size": 4}, {"sketch": "gaussian", "sketch_size": 4}, {"rule": "walk"})
+BALANCING += ({"background": True}, {"initial": "identity"})
+SELECTING = ({"threshold": "proportional"}, {"threshold": "paper"}, {"rule": "paper"}, {"rule": "relative"})
+SELECTING += ({"faithful": True, "blocks": 4}, {"error_feedback": False})
 
 
 def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
     """Whoever refuses one must be unchanged afterwards; whoever takes one must have exactly that state, and go on as
     anybody else who has it."""
-    kinds = [partial(_Sorted, name) for name in cdgrab.SORTERS]
-    kinds += [partial(_Sparsified, name, hook) for name in cdgrab.SPARSIFIERS for hook in (False, True)]
-    kinds += [partial(_Sampled, name, ahead) for name in ("d_rr", "cd_grab", "id_grab_bal", "kh") for ahead in (0, 2)]
+    kinds = [partial(_Sorted, name, {}) for name in cdgrab.SORTERS]
+    kinds += [partial(_Sorted, name, way) for name in ("id_grab_pair", "cd_grab") for way in BALANCING]
+    kinds += [partial(_Sparsified, name, {}, hook) for name in cdgrab.SPARSIFIERS for hook in (False, True)]
+    kinds += [partial(_Sparsified, "exdyna", way, False) for way in SELECTING]
 
     def attempt(make: Callable[[], object], steps: int, mine: int) -> None:
         there, here, fresh = make(), make(), make()
@@ -55,8 +57,8 @@ def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obj
 
 
 class _Sorted:
-    def __init__(self, name: str) -> None:
-        self.made = cdgrab.make_sorter(name, workers=2, units=UNITS, dim=DIM)
+    def __init__(self, name: str, options: dict) -> None:
+        self.made = cdgrab.make_sorter(name, workers=2, units=UNITS, dim=DIM, **options)
 
     def train(self, units: int) -> list[Tensor]:
         """Returns the orders."""
@@ -72,14 +74,14 @@ class _Sorted:
 class _Sparsified:
     """By itself, or as the hook of a DDP model."""
 
-    def __init__(self, name: str, hook: bool) -> None:
+    def __init__(self, name: str, options: dict, hook: bool) -> None:
         self._workers = 1 if hook else 2
         if hook:
             parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(DIM - 4))]
             self.made = Hook(parameters, sparsifier_of(parameters, name, WorkerGroup(1), density=0.3))
             self._sparsifier = self.made.sparsifier
         else:
-            self.made = self._sparsifier = cdgrab.make_sparsifier(name, workers=2, dim=DIM, density=0.3)
+            self.made = self._sparsifier = cdgrab.make_sparsifier(name, workers=2, dim=DIM, density=0.3, **options)
 
     def train(self, steps: int) -> list[Tensor]:
         """Returns the updates."""
@@ -93,27 +95,6 @@ class _Sparsified:
         places = slice(0, 4), slice(4, DIM)
         self._sparsifier.reduce_parts([(place, gradients[0, place]) for place in places], gradients.dtype)
         return gradients[0]
-
-
-class _Sampled:
-    """ahead: batches that the loop fetches before it uses the first of them, also over the end of an epoch."""
-
-    def __init__(self, name: str, ahead: int) -> None:
-        self._model, self._data, self._ahead = nn.Linear(2, 1), _gradients(2 * UNITS)[:, :2], ahead
-        self.made = cdgrab.OrderedBatchSampler(self._data, batch_size=2, sorter=name)
-        self.made.attach(self._model)
-
-    def train(self, batches: int) -> list[list[int]]:
-        """Returns the batches."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # epochs that end early
-            endless = itertools.chain.from_iterable(itertools.repeat(self.made))
-            fetched, used = deque(itertools.islice(endless, self._ahead)), []
-            for batch in itertools.islice(endless, batches):
-                fetched.append(batch)
-                used.append(fetched.popleft())
-                self._model(self._data[used[-1]]).sum().backward()
-        return used
 
 
 def _gradients(count: int, *sizes: int) -> Tensor:
