@@ -4,7 +4,7 @@ Contenders: the published code's way (for every worker one inner product, one de
 kernel on blocks of many positions, our kernel on one position at a time; and the floor, the time it takes to
 read the rows twice at the highest bandwidth that this device shows. On a GPU also
 
-* `ours_training_us`: on blocks as large as training hands over, half of `train.BLOCK_BYTES` (two gradients, one row);
+* `ours_training_us`: on blocks as large as training hands over, half of `parts.BLOCK_BYTES` (two gradients, one row);
 * `chain_us`: our kernel on 32 coordinates of the same rows: each sign needs those before it, and this is what that
   takes with hardly a row to read;
 * `gram_us`, `walk_us`: its two kinds of launches apart, by the GPU's clock, at 64 workers and 62,006 coordinates;
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from cdgrab.balance import kernels
 from experiments.studies.timing import finish_on
-from experiments.training import loop as train
+from experiments.training import parts
 from scripts.bench.flips import count_flips, some_rows
 from scripts.bench.measure import alternately, summary
 
 WORKERS, DIMS = (4, 16, 64), (19, 62_006, 1_080_000, 7_000_000)
 BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**32}  # of a block
-MOST_POSITIONS = {"cpu": 1024, "cuda": train.MOST_STEPS_PER_BLOCK // 2}
+MOST_POSITIONS = {"cpu": 1024, "cuda": parts.MOST_STEPS_PER_BLOCK // 2}
 MOST_ROWS = 1024  # that the author-style loop goes through before the clock is read
 CHAIN_DIM = 32
 LAUNCHES = (64, 62_006)  # workers and dim at which they are timed one by one
@@ -88,7 +88,7 @@ def _grid_point(device: str, workers: int, dim: int, repeats: int) -> dict:
     if device == "cuda":
         few, few_running = rows[..., :CHAIN_DIM], running[:, :CHAIN_DIM].clone()
         contenders["chain_us"] = (lambda: kernels.balance(few, few_running, limits), block)
-        trained = max(1, min(block, train.BLOCK_BYTES["cuda"] // 2 // position_bytes))
+        trained = max(1, min(block, parts.BLOCK_BYTES["cuda"] // 2 // position_bytes))
         contenders["ours_training_us"] = (lambda: kernels.balance(rows[:trained], running, limits[:trained]), trained)
     bandwidth_tests = {"read": source.sum, "copy": lambda: target.copy_(source)}
     calls = {key: call for key, (call, _) in contenders.items()} | bandwidth_tests
