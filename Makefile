@@ -5,9 +5,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+override VENV := .venv
+override BIN := $(VENV)/bin
+override READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --disable-pip-version-check
 IMPORTS = $(BIN)/lint-imports --no-logo
 DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab

@@ -338,6 +338,14 @@ def test_overrides_that_name_code_are_refused(capsys):
         assert "names code to be run" in capsys.readouterr().err
 
 
+def test_make_cleans_its_own_folder_only(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "mine").mkdir()
+    given = [f"{name}=mine; touch F" for name in ("VENV", "BIN", "READY")]
+    subprocess.run(["make", "clean", *given], cwd=tmp_path, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "mine"]
+
+
 @pytest.mark.parametrize("target", ["reproduce-a SEEDS=", "study-a SORTERS=", "soak FOR=", "fuzz SEED=", "data-"])
 def test_nothing_that_make_is_given_is_executed(target, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)

@@ -50,9 +50,9 @@ def test_the_fuzzer_sees_crashes_and_errors_of_several_lines(monkeypatch, tmp_pa
 
 def test_the_fuzzer_survives_a_crash_of_the_interpreter(monkeypatch):
     monkeypatch.setattr(fuzz, "_portion", lambda kind, inputs, seed, found: os.kill(os.getpid(), signal.SIGKILL))
-    found = sorted(fuzz.portions({"states": 501}, seed=0), key=str)
+    found = sorted(fuzz.portions({"states": fuzz.PORTION + 1}, seed=0), key=str)
     assert [(kind, *counts) for kind, counts in found] == [
-        ("states", f"inputs from {first} on: ended with status -9") for first in (0, 500)
+        ("states", f"inputs from {first} on: ended with status -9") for first in (0, fuzz.PORTION)
     ]
 
 

@@ -57,7 +57,7 @@ KINDS = {  # each with its share of all inputs
     "calls": (calls, 0.1),
 }
 RIGHT = ("taken", "refused")
-PORTION, LANES = 500, 2  # inputs per process, processes at the same time
+PORTION, LANES = 2000, 2  # inputs per process, processes at the same time
 
 
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:

@@ -51,7 +51,7 @@ def settings(generator: random.Random, scratch: Path) -> Iterator[Callable[[], o
         if generator.random() < 0.1:
             yield partial(sweep, [*chosen, *(f"{override},{_word(generator)}" for override in overrides)])
         else:
-            yield partial(attempt, chosen, overrides, generator.random() < 0.15)
+            yield partial(attempt, chosen, overrides, generator.random() < 0.05)
 
 
 def _as_understood(run: Run, overrides: list[str]) -> list[str]:
