@@ -179,6 +179,7 @@ BAD = [
     (["sorter"], "'sorter' is not a setting of the form key=value"),
     (["task.lr="], "task.lr must be a number"),
     (["=5"], "Config group override"),
+    (["hydra/launcher=[1,2]"], "'int' is not iterable"),  # found by make fuzz; these are Hydra's words
     (["experiment=null"], "unknown experiment 'null'"),
     (["name=null"], "name must be text, got None"),
     (["sorter.walk_width=wide"], "walk_width must be a number above 0, got 'wide'"),

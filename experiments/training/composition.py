@@ -102,7 +102,7 @@ def _by_hydra(overrides: list[str], name: str, hydras_own: bool = False) -> Dict
             # a task's setting may be written with a +, as if it had no default
             named = ["+" + o if o.startswith("+task.") else o for o in overrides]
             return hydra_compose(name, named, return_hydra_config=hydras_own)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # TypeError: a list of numbers
         raise CdgrabError(one_line(error)) from error
 
 
