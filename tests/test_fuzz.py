@@ -25,7 +25,7 @@ INPUTS = {
     "gradients": 100,
     "states": 40,
     "samplers": 25,
-    "arguments": 2000,
+    "arguments": 800,
     "calls": 40,
 }
 

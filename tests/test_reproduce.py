@@ -42,7 +42,8 @@ def reproduced(checkout):
     code = f"""
 import functools, gc, sys
 from scripts import reproduce
-gc.freeze()  # every notebook and every run looks for garbage, not among all that is imported
+gc.disable()
+gc.collect = lambda *_: 0  # every notebook and every run would look for garbage
 reproduce.execute = functools.cache(reproduce.execute)  # a notebook of runs that are complete already
 if reproduce.main(["LR-HMDA", *{OPTIONS}]):
     sys.exit("reproducing LR-HMDA failed")

@@ -70,7 +70,7 @@ def test_a_run_imports_what_it_needs_and_no_more(tmp_path):
     code = f"""
 import sys
 from experiments import launch
-settings = ["data=embedded", "epochs=1", "run_dir={tmp_path / "run"}"]
+settings = ["data=embedded", "epochs=1", "task.limit=64", "run_dir={tmp_path / "run"}"]
 assert launch.main(settings) == 0
 print([name for name in {SLOW} if name in sys.modules])
 """

@@ -1,9 +1,7 @@
 """Carrying studies out: parts, resuming, several processes, refusals, and whole runs with their notebooks."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,11 +10,12 @@ from functools import partial
 
 import nbformat
 import pytest
+from forked import started
 from omegaconf import OmegaConf
+from study_parts import announced, known, slow
 from synthetic_studies import TRAINING
 
 from cdgrab.errors import CdgrabError
-from cdgrab.sorters import SORTERS
 from experiments.store import files
 from experiments.store.files import ROOT
 from experiments.store.lock import locked
@@ -104,15 +103,6 @@ def test_damage_in_the_middle_loses_nothing_and_a_study_has_one_owner(tmp_path):
     assert study.metrics_path.read_bytes() == b"[" + before[1:]
 
 
-def slow(seconds):
-    time.sleep(seconds)
-    return {"x": [seconds]}
-
-
-def known(sorter):
-    return {"x": [sorter in SORTERS]}
-
-
 def test_several_parts_at_a_time_give_the_same_results_and_do_not_wait_for_each_other(tmp_path, monkeypatch):
     """The processes that compute them know the sorters of CDGRAB_EXTEND."""
     one, two = small(tmp_path / "one"), small(tmp_path / "two")
@@ -196,37 +186,17 @@ def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):
     assert "riffle" in manifest["settings"]["sorters"] and len(manifest["earlier"]) == 1
 
 
-KILLED = """
-import os, sys, time
-from functools import partial
-from pathlib import Path
-from experiments.studies.parts import Part, computed
-
-def announce(folder):
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(300)
-
-if __name__ == "__main__":
-    list(computed([Part({"part": 1}, partial(announce, sys.argv[1]))], jobs=2))
-"""
-
-
 def test_processes_end_with_the_one_that_started_them(tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED)
-    (tmp_path / "seen").mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, "killed.py", "seen"], cwd=tmp_path, env=environment)
-
     def wait_until(condition):
         end = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < end
             time.sleep(0.1)
 
-    wait_until(lambda: len(list((tmp_path / "seen").iterdir())) == 1)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    wait_until(lambda: not any(alive(int(path.name)) for path in (tmp_path / "seen").iterdir()))
+    with started(announced, tmp_path) as parent:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 1)
+        parent.kill()
+    wait_until(lambda: not any(alive(int(path.name)) for path in tmp_path.iterdir()))
 
 
 def alive(process):
@@ -295,7 +265,13 @@ STUDIES = {  # name: folder; those last whose verdicts take long, since every st
 def studied(checkout):
     """The folder, and what was said about all studies but one; in one process, since starting one takes seconds."""
     runs = [[f"study={name}", "size=smoke", "data=embedded"] for name in STUDIES]
-    code = f"import gc; from experiments.study import main; gc.freeze(); exit(max(main(run) for run in {runs}))"
+    code = f"""
+import gc
+from experiments.study import main
+gc.disable()
+gc.collect = lambda *_: 0  # every notebook would look for garbage
+exit(max(main(run) for run in {runs}))
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return checkout, done.stdout, done.stderr

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from cdgrab.errors import CdgrabError
@@ -48,14 +48,15 @@ def compose_config(overrides: list[str], name: str = "config", hydras_own: bool 
     check_choices(overrides)
     groups = [override for override in overrides if override.partition("=")[0] in GROUPS]
     settings = [override for override in overrides if override not in groups]
-    if hydras_own or not all(map(PLAIN.match, settings)):
+    if not all(map(PLAIN.match, settings)):
         return _by_hydra(overrides, name, hydras_own)
-    config = copy.deepcopy(_chosen(tuple(groups), name, _registered(groups)))
+    composed = _composed if hydras_own else _chosen
+    config = copy.deepcopy(composed(tuple(groups), name, _registered(groups)))
     try:
         for override in settings:
             OmegaConf.update(config, override.partition("=")[0], _value(override), merge=True)
     except (HydraException, OmegaConfBaseException):
-        return _by_hydra(overrides, name)
+        return _by_hydra(overrides, name, hydras_own)
     return config
 
 
@@ -69,11 +70,20 @@ def _chosen(groups: tuple[str, ...], name: str, registered: tuple) -> DictConfig
     placed = {group: choice for group, choice in named if group in PLACED and choice in choices(group)}
     others = tuple(override for override in groups if override.partition("=")[0] not in placed)
     if not placed or len(placed) + len(others) < len(groups):
-        return _by_hydra(list(groups), name)
+        config = copy.deepcopy(_composed(groups, name, registered))
+        with open_dict(config):
+            del config["hydra"]
+        return config
     config = copy.deepcopy(_chosen(others, name, _registered(others)))
     for group, choice in placed.items():
         config[group] = own_settings(group, choice)
     return config
+
+
+@cache
+def _composed(groups: tuple[str, ...], name: str, registered: tuple) -> DictConfig:
+    """With Hydra's own settings."""
+    return _by_hydra(list(groups), name, hydras_own=True)
 
 
 def _registered(groups: list[str]) -> tuple:
