@@ -90,7 +90,7 @@ sanitise: $(READY) ## the tests of the compiled kernels with every index checked
 figures: $(READY) ## redraw all figures from results/, trials left out, by executing the notebooks in place
 	@$(BIN)/python -m scripts.notebook --in-place
 
-report: $(READY) ## every claim of the papers beside ours, results/PAPER.md; the tables of README.md and docs/; all runs in one table, results/REPORT.md
+report: $(READY) ## every claim of the papers beside ours, results/PAPER.md; the tables of README.md and docs/; all runs in one table, results/REPORT.md; all on one page to look at: results/report/index.html
 	@$(BIN)/python -m scripts.report
 
 check-results: $(READY) ## do notebooks, tables, PAPER.md, STUDIES.md, README.md and docs/ say what results/ says?

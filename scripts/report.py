@@ -1,6 +1,6 @@
 """What all results say (`make report`): the papers' claims beside ours in results/PAPER.md, the verdicts of studies in
-results/STUDIES.md, the tables of README.md and docs/, and everything under results/runs but trials in one table,
-results/REPORT.md."""
+results/STUDIES.md, the tables of README.md and docs/, everything under results/runs but trials in one table,
+results/REPORT.md, and all of it on one page to look at closely, results/report/index.html."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 from cdgrab.errors import CdgrabError
 from experiments.early import exit_status
 from experiments.report import pages, scoreboard, tables
+from experiments.report.page import build
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.study_claims import STUDIES
 from experiments.report.text import markdown
-from experiments.store.files import RESULTS, write_atomically
+from experiments.store.files import RESULTS, ROOT, write_atomically
 from experiments.studies.collection import finished, verdicts, write_collection
 
 
@@ -35,7 +36,7 @@ def write() -> None:
     write_collection()
     for page in pages.files():
         write_atomically(page, pages.filled(page.read_text()))
-    print(report)
+    print(f"{report}\n{build.write().relative_to(ROOT)}")
 
 
 def paper() -> str:

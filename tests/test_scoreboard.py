@@ -94,15 +94,15 @@ def test_commands_name_what_was_changed(tmp_path):
         write_run(folder, "d_rr", "D-RR", seed, [1.0, 0.5], task="mlp_m4")
     changed = "epochs=2 task.batch=16 'seed=range(0,3)'"
     command = f"python -m experiments.launch -m experiment=fig3c_mlp_m4 size=paper {changed}"
-    assert curve_claims._command(Group(folder)) == command
+    assert curve_claims.command(Group(folder)) == command
     folder = tmp_path / "fig3c_mlp_m4" / "M4-weekly"
     for seed in range(3):
         write_run(folder, "d_rr", "D-RR", seed, [1.0], task="mlp_m4")
     write_run(folder, "cd_grab,initial=identity", "CD-GraB", 0, [1.0], task="mlp_m4")
     alone = "python -m experiments.launch -m experiment=fig3c_mlp_m4 size=paper replicas=1 'seed=range(0,3)'"
-    assert curve_claims._command(Group(folder), timed=True) == alone
+    assert curve_claims.command(Group(folder), timed=True) == alone
     option = "size=paper sorter=cd_grab sorter.initial=identity 'seed=range(0,1)'"
-    assert curve_claims._command(Group(folder), ("cd_grab,initial=identity", "d_rr")) == (
+    assert curve_claims.command(Group(folder), ("cd_grab,initial=identity", "d_rr")) == (
         f"make reproduce-mlp-m4 SIZE=paper SEEDS=3 && python -m experiments.launch -m experiment=fig3c_mlp_m4 {option}"
     )
 

@@ -165,10 +165,10 @@ def _evidence(figure: Figure, group: Group, pair: Pair, timed: bool = False) -> 
     first = group.manifests[0]
     own = "" if first["data"]["papers_own"] else ", not the paper's"
     source = without(group.source, group.columns)
-    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", _command(group, pair, timed))
+    return Evidence(first["data"]["description"] + own, f"{figure.experiment}-{source}", command(group, pair, timed))
 
 
-def _command(group: Group, pair: Pair = (), timed: bool = False) -> str:
+def command(group: Group, pair: Pair = (), timed: bool = False) -> str:
     """What makes these runs, `timed` ones alone; make itself cannot change all settings, nor the options of sorters."""
     first, (_, *changed) = group.manifests[0], without(group.source, group.columns).split(",")
     names = (setting.partition("=")[0] for setting in changed)

@@ -89,7 +89,7 @@ def _draw_differences(panel: Axes, group: Group, metric: str, experiment: str) -
             panel.plot(found.index, mean, color=colour)
             panel.plot(found.index, found, color=colour, lw=0.6, alpha=0.6)
             shown += [value for seed in found for value in _later(found[seed])]
-    papers, own = _papers(group, metric, experiment) if not group.trial else {}, group.on_the_papers_data
+    papers, own = papers_curves(group, metric, experiment) if not group.trial else {}, group.on_the_papers_data
     for sorter in papers.keys() - {BASELINE}:
         difference = (papers[sorter] - papers[BASELINE]).dropna()
         label = f"{sorter_label(sorter)} less {sorter_label(BASELINE)}, paper, on its own data" if not own else None
@@ -114,11 +114,11 @@ def _converged(group: Group, metric: str, experiment: str) -> list[float]:
     shown = []
     for curve in (group.curve(sorter, metric) for sorter in group.sorters):
         shown += _later(curve["mean"] - curve["std"]) + _later(curve["mean"] + curve["std"])
-    papers = _papers(group, metric, experiment) if group.on_the_papers_data else {}
+    papers = papers_curves(group, metric, experiment) if group.on_the_papers_data else {}
     return shown + [value for curve in papers.values() for value in _later(curve)]
 
 
-def _papers(group: Group, metric: str, experiment: str) -> dict[str, Series]:
+def papers_curves(group: Group, metric: str, experiment: str) -> dict[str, Series]:
     """The paper's means by sorter and epoch."""
     curves = published(experiment, metric, column=group.column)
     return {PUBLISHED_SORTERS[series]: curve.set_index("x")["mean"] for series, curve in curves.items()}
