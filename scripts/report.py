@@ -36,7 +36,7 @@ def write() -> None:
     write_collection()
     for page in pages.files():
         write_atomically(page, pages.filled(page.read_text()))
-    print(f"{report}\n{build.write().relative_to(ROOT)}")
+    print(f"{report}\n{build.write(build.collected()).relative_to(ROOT)}")
 
 
 def paper() -> str:

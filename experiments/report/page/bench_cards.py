@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 
 from markupsafe import Markup
 
-from experiments.report.manifests import short
-from experiments.report.names import BASELINE, OURS, metric_label
+from experiments.report.names import BASELINE, OURS, TASKS, sorter_label, task_name
 from experiments.report.page import markup, tags
 from experiments.report.page.card import Card
 from experiments.report.page.pictures import pictures
@@ -25,6 +25,8 @@ TITLES = {  # of benchmarks
     "fleet": "Runs that train together",
     "link": "Sparse gradients over a slow link",
 }
+UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
+WORDS = {BASELINE: sorter_label(BASELINE), OURS: sorter_label(OURS), "dim": "parameters", "cpu": "CPU"}
 
 
 def cards() -> Iterator[Card]:
@@ -74,7 +76,7 @@ def _tables(rows: list[dict]) -> Iterator[Markup]:
         shown = tuple(k for k, v in row.items() if not isinstance(v, list | dict) and k != "device")
         by_columns.setdefault(shown, []).append(row)
     for columns, some in by_columns.items():
-        yield markup.table([metric_label(short(name)) for name in columns], [_cells(row, columns) for row in some])
+        yield markup.table([_heading(name) for name in columns], [_cells(row, columns) for row in some])
 
 
 def _cells(row: dict, columns: Iterable[str]) -> list[str]:
@@ -82,9 +84,18 @@ def _cells(row: dict, columns: Iterable[str]) -> list[str]:
     return [_number(value) + f" [{', '.join(map(_number, ends))}]" * bool(ends) for value, ends in values]
 
 
+def _heading(name: str) -> str:
+    """Of a column: d_rr_s is "D-RR (s)"."""
+    for unit, written in UNITS.items():
+        name = re.sub(rf"_{unit}$", f" ({written})", name)
+    for word, written in WORDS.items():
+        name = re.sub(rf"(?<![a-z]){word}(?![a-z])", written, name)
+    return name.replace("_", " ")
+
+
 def _number(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) or (isinstance(value, float) and abs(value) >= 1000):
         return f"{value:,.0f}"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
+    return f"{value:.4g}" if isinstance(value, float) else task_name(value) if value in TASKS else f"{value}"

@@ -18,16 +18,15 @@ TEMPLATE = Path(__file__).with_name("template")
 PAGE = Path("report") / "index.html"
 
 
-def write() -> Path:
-    """From PAPER.md, STUDIES.md, runs/, studies/ and bench/ under results/."""
+def write(page: dict[str, object]) -> Path:
     path = RESULTS / PAGE
     path.parent.mkdir(exist_ok=True)
-    write_atomically(path, rendered(collected()))
+    write_atomically(path, rendered(page))
     return path
 
 
 def collected() -> dict[str, object]:
-    """What the template needs. Trials are never part of it."""
+    """What the page shows, from PAPER.md, STUDIES.md, runs/, studies/ and bench/ under results/; never trials."""
     paper = (RESULTS / "PAPER.md").read_text()
     found = claims.claims(paper)
     sections = {title: kept for title, some in found.items() if (kept := [one for one in some if not one.small])}

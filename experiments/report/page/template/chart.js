@@ -94,11 +94,11 @@ const Chart = (() => {
       const path = (xs, ys) => { let pen = "M"; return xs.map((v, i) => { if (ys[i] === null) { pen = "M"; return ""; } const to = `${pen}${x(v).toFixed(1)} ${y(ys[i]).toFixed(1)}`; pen = "L"; return to; }).join(""); };
       const series = this.panel.lines.map((line, i) => {
         if (this.hidden.has(i)) return "";
-        const single = line.x.length === 1, xs = single ? this.x : line.x, means = single ? [line.mean[0], line.mean[0]] : line.mean;
+        const single = line.x.length === 1 && line.paper, xs = single ? this.x : line.x, means = single ? [line.mean[0], line.mean[0]] : line.mean;
         const known = line.low ? line.x.map((_, j) => j).filter((j) => line.low[j] !== null && line.high[j] !== null) : [];
         const ends = known.map((j) => line.x[j]);
         const band = known.length > 1 && !line.paper ? `<path class="band" d="${path([...ends, ...ends.toReversed()], [...known.map((j) => line.low[j]), ...known.toReversed().map((j) => line.high[j])])}Z"/>` : "";
-        const dots = !single && !line.paper && line.x.length <= 30 ? line.x.map((v, j) => line.mean[j] === null ? "" : `<circle cx="${x(v).toFixed(1)}" cy="${y(line.mean[j]).toFixed(1)}" r="2"/>`).join("") : "";
+        const dots = !line.paper && line.x.length <= 30 ? line.x.map((v, j) => line.mean[j] === null ? "" : `<circle cx="${x(v).toFixed(1)}" cy="${y(line.mean[j]).toFixed(1)}" r="2"/>`).join("") : "";
         return `<g class="series${line.paper ? " paper" : ""}${this.highlight && this.highlight !== line.sorter ? " dim" : ""}" style="--c:${line.colour}">${band}<path class="mean" d="${path(xs, means)}"/>${dots}</g>`;
       }).join("");
       const across = ticks(this.x, Math.max(3, width / 90), this.panel.log).map((v) => `<line class="grid" x1="${x(v)}" x2="${x(v)}" y1="${top}" y2="${frame.bottom}"/><text x="${x(v)}" y="${frame.bottom + 16}" text-anchor="middle">${digits(v)}</text>`);
@@ -120,7 +120,9 @@ const Chart = (() => {
       const near = found.filter(([line, i]) => line.x.length === 1 || Math.abs(x(line.x[i]) - at) < Math.max(12, width / 40));
       mark.innerHTML = `<line class="cursor" x1="${at}" x2="${at}" y1="${SIZE.top}" y2="${SIZE.height - SIZE.bottom}"/>` + near.filter(([line, i]) => line.x.length > 1 && line.mean[i] >= this.y[0] && line.mean[i] <= this.y[1]).map(([line, i]) => `<g class="series" style="--c:${line.colour}"><circle cx="${x(line.x[i])}" cy="${y(line.mean[i])}" r="3.5"/></g>`).join("");
       const half = ([line, i]) => line.low && line.low[i] !== null && line.high[i] !== null ? ` ± ${digits((line.high[i] - line.low[i]) / 2, 2)}` : "";
-      this.plot.insertAdjacentHTML("beforeend", `<div class="tip" role="status" style="${at > width / 2 ? `right:${width - at + 10}px` : `left:${at + 10}px`}"><b>${escaped(this.panel.x)} ${digits(this.cursor, 5)}</b><table>${near.sort((a, b) => b[0].mean[b[1]] - a[0].mean[a[1]]).map((some) => `<tr class="legend-row"><td>${escaped(some[0].label)}</td><td>${digits(some[0].mean[some[1]])}${half(some)}</td></tr>`).join("")}</table></div>`);
+      this.plot.insertAdjacentHTML("beforeend", `<div class="tip" role="status"><b>${escaped(this.panel.x)} ${digits(this.cursor, 5)}</b><table>${near.sort((a, b) => b[0].mean[b[1]] - a[0].mean[a[1]]).map((some) => `<tr class="legend-row"><td>${escaped(some[0].label)}</td><td>${digits(some[0].mean[some[1]])}${half(some)}</td></tr>`).join("")}</table></div>`);
+      const tip = this.plot.querySelector(".tip"), wide = tip.offsetWidth; // beside the line, but inside the plot
+      tip.style.left = `${Math.max(0, Math.min(width - wide, at > width / 2 ? at - wide - 10 : at + 10))}px`;
     }
 
     move(by) {
