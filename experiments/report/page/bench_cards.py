@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from markupsafe import Markup
 
-from experiments.report.names import BASELINE, OURS, TASKS, sorter_label, task_name
+from cdgrab.sorters import LABELS
+from experiments.report.names import BASELINE, OURS, TASKS, task_name
 from experiments.report.page import markup, tags
 from experiments.report.page.card import Card
 from experiments.report.page.pictures import pictures
@@ -26,7 +27,10 @@ TITLES = {  # of benchmarks
     "link": "Sparse gradients over a slow link",
 }
 UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
-WORDS = {BASELINE: sorter_label(BASELINE), OURS: sorter_label(OURS), "dim": "parameters", "cpu": "CPU"}
+WORDS = {task: task_name(task) for task in TASKS} | {
+    name: LABELS[name] for name in (BASELINE, OURS, "grab_pair", "grab")
+}
+WORDS |= {"dim": "parameters", "cpu": "CPU"}
 
 
 def cards() -> Iterator[Card]:
@@ -85,12 +89,16 @@ def _cells(row: dict, columns: Iterable[str]) -> list[str]:
 
 
 def _heading(name: str) -> str:
-    """Of a column: d_rr_s is "D-RR (s)"."""
+    """Of a column: d_rr_s is D-RR (s)."""
     for unit, written in UNITS.items():
         name = re.sub(rf"_{unit}$", f" ({written})", name)
+    return _words(name)
+
+
+def _words(text: str) -> str:
     for word, written in WORDS.items():
-        name = re.sub(rf"(?<![a-z]){word}(?![a-z])", written, name)
-    return name.replace("_", " ")
+        text = re.sub(rf"(?<![a-zA-Z]){word}(?![a-zA-Z])", written, text)
+    return text.replace("_", " ")
 
 
 def _number(value: object) -> str:
@@ -98,4 +106,4 @@ def _number(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int) or (isinstance(value, float) and abs(value) >= 1000):
         return f"{value:,.0f}"
-    return f"{value:.4g}" if isinstance(value, float) else task_name(value) if value in TASKS else f"{value}"
+    return f"{value:.4g}" if isinstance(value, float) else _words(f"{value}")
