@@ -134,6 +134,7 @@ def test_markdown():
 
 def test_what_lines_are_about():
     assert tags.sorters("CD-GraB − ID-GraB (PairBal), ExDyna") == ["cd_grab", "id_grab_pair", "exdyna"]
+    assert tags.sorters("ID-GraB's advantage") == []
     assert tags.tasks("", "CIFAR-10, several", "HMDA") == ["cifar10"]
     assert tags.tasks("a rate") == [tags.NO_TASK]
     where = claims.Claim("Figure 3a, on its own data", "", "–", "–", "–", "not possible here", "", "", "")

@@ -27,10 +27,8 @@ TITLES = {  # of benchmarks
     "link": "Sparse gradients over a slow link",
 }
 UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
-WORDS = {task: task_name(task) for task in TASKS} | {
-    name: LABELS[name] for name in (BASELINE, OURS, "grab_pair", "grab")
-}
-WORDS |= {"dim": "parameters", "cpu": "CPU"}
+WORDS = {task: task_name(task) for task in TASKS} | {"dim": "parameters", "cpu": "CPU"}
+WORDS |= {name: LABELS[name] for name in (BASELINE, OURS, "grab_pair", "grab")}
 
 
 def cards() -> Iterator[Card]:

@@ -25,6 +25,7 @@ class Claim:
     reason: str
     figure: str  # its name under results/figures; empty: none is drawn
     command: str
+    subject: str = ""  # whose claim it is, where the line itself may not say
 
     @property
     def kind(self) -> str:
@@ -36,7 +37,7 @@ class Claim:
 
     @property
     def sorters(self) -> list[str]:
-        return tags.sorters(f"{self.where} {self.says} {self.ours}")
+        return tags.sorters(f"{self.subject} {self.where} {self.says} {self.ours}")
 
     @property
     def small(self) -> bool:
@@ -47,7 +48,7 @@ class Claim:
 def claims(page: str) -> dict[str, list[Claim]]:
     """All lines by section."""
     found = {title: markup.rows(text) for title, text in markup.sections(page).items()}
-    return {title: [_claim(row) for row in rows] for title, rows in found.items() if rows and "verdict" in rows[0]}
+    return {title: [_claim(row, title) for row in rows] for title, rows in found.items() if rows and "verdict" in rows[0]}
 
 
 def counts(some: list[Claim]) -> dict[str, int]:
@@ -56,7 +57,7 @@ def counts(some: list[Claim]) -> dict[str, int]:
     return {verdict: found[verdict] for verdict in tags.KINDS if found[verdict]}
 
 
-def _claim(row: dict[str, str]) -> Claim:
+def _claim(row: dict[str, str], title: str) -> Claim:
     verdict, reason = re.fullmatch(r"\*\*(.+?)\*\*(?:: )?(.*)", row["verdict"]).groups()
     figure = re.search(r"\(figures/(.+)\.png\)", row["figure"])
     return Claim(
@@ -69,4 +70,5 @@ def _claim(row: dict[str, str]) -> Claim:
         reason,
         figure[1].replace("%20", " ") if figure else "",
         row["command"].strip("`").replace("–", ""),
+        "CD-GraB" if row["where"].startswith("overhead") else title if title == "ExDyna" else "",
     )

@@ -21,7 +21,7 @@ WORDS = {  # by which a task is known besides its name
 SPARSIFIERS = ("ExDyna", "Top-k", "CLT-k", "DEFT", "SIDCo", "MiCRO", "hard threshold")
 NAMES = {label: name for name, label in LABELS.items()} | {sorter_label(name): name for name in LABELS}
 NAMES |= {name: name.lower().replace(" ", "-") for name in SPARSIFIERS}
-NAMED = re.compile("|".join(re.escape(name) for name in sorted(NAMES, key=len, reverse=True)))
+NAMED = re.compile(rf"(?<![\w-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES, key=len, reverse=True))})")
 KINDS = {  # what the page colours; the verdicts of PAPER.md, and those of studies
     REPRODUCED: ("good", REPRODUCED),
     "holds": ("good", "holds"),

@@ -120,7 +120,7 @@ const Chart = (() => {
       const near = found.filter(([line, i]) => line.x.length === 1 || Math.abs(x(line.x[i]) - at) < Math.max(12, width / 40));
       mark.innerHTML = `<line class="cursor" x1="${at}" x2="${at}" y1="${SIZE.top}" y2="${SIZE.height - SIZE.bottom}"/>` + near.filter(([line, i]) => line.x.length > 1 && line.mean[i] >= this.y[0] && line.mean[i] <= this.y[1]).map(([line, i]) => `<g class="series" style="--c:${line.colour}"><circle cx="${x(line.x[i])}" cy="${y(line.mean[i])}" r="3.5"/></g>`).join("");
       const half = ([line, i]) => line.low && line.low[i] !== null && line.high[i] !== null ? ` ± ${digits((line.high[i] - line.low[i]) / 2, 2)}` : "";
-      this.plot.insertAdjacentHTML("beforeend", `<div class="tip" role="status"><b>${escaped(this.panel.x)} ${digits(this.cursor, 5)}</b><table>${near.sort((a, b) => b[0].mean[b[1]] - a[0].mean[a[1]]).map((some) => `<tr class="legend-row"><td>${escaped(some[0].label)}</td><td>${digits(some[0].mean[some[1]])}${half(some)}</td></tr>`).join("")}</table></div>`);
+      this.plot.insertAdjacentHTML("beforeend", `<div class="tip" role="status"><b>${escaped(this.panel.x)} ${digits(this.cursor, 5)}</b><table>${near.sort((a, b) => b[0].mean[b[1]] - a[0].mean[a[1]]).map((some) => `<tr><td>${escaped(some[0].label)}</td><td>${digits(some[0].mean[some[1]])}${half(some)}</td></tr>`).join("")}</table></div>`);
       const tip = this.plot.querySelector(".tip"), wide = tip.offsetWidth; // beside the line, but inside the plot
       tip.style.left = `${Math.max(0, Math.min(width - wide, at > width / 2 ? at - wide - 10 : at + 10))}px`;
     }
