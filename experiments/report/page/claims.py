@@ -48,7 +48,8 @@ class Claim:
 def claims(page: str) -> dict[str, list[Claim]]:
     """All lines by section."""
     found = {title: markup.rows(text) for title, text in markup.sections(page).items()}
-    return {title: [_claim(row, title) for row in rows] for title, rows in found.items() if rows and "verdict" in rows[0]}
+    judged = {title: rows for title, rows in found.items() if rows and "verdict" in rows[0]}
+    return {title: [_claim(row, title) for row in rows] for title, rows in judged.items()}
 
 
 def counts(some: list[Claim]) -> dict[str, int]:
