@@ -48,6 +48,22 @@ def test_figure_3a_is_what_its_files_say(monkeypatch):
     assert smoother.ours.startswith(f"{np.exp(np.log(theirs / ours).mean()):.3g} [")
 
 
+def test_what_pretraining_brings_is_what_the_files_of_sst2_say():
+    runs = RESULTS / "runs" / "glue" / "table1_glue"
+    best = {
+        source: [
+            max(json.loads(line)["val_accuracy"] for line in path.read_text().splitlines())
+            for path in sorted((runs / source).glob("d_rr-s*/metrics.jsonl"))
+        ]
+        for source in ("GLUE", "GLUE,encoder=random_gpt2")
+    }
+    rows = judged(curve_claims.pretraining({"table1_glue": [Group(runs / source) for source in best]}))
+    new, gains = best["GLUE,encoder=random_gpt2"], np.subtract(*best.values())
+    assert rows[1].ours.startswith(f"{gains.mean():.3g} [".replace("-", "−")) and rows[1].seeds == str(len(gains))
+    assert rows[1].ours.endswith(f"{np.mean(new):.2f} ± {np.std(new, ddof=1):.2f} %")
+    assert not list(curve_claims.pretraining({"table1_glue": [Group(runs / "GLUE")]}))
+
+
 @pytest.mark.parametrize(
     ("values", "others", "verdict", "reason"),
     [

@@ -16,6 +16,7 @@ from experiments.report.manifests import variant, without
 from experiments.report.names import (
     BASELINE,
     LOSS,
+    OURS,
     PUBLISHED_SORTERS,
     column_title,
     higher_is_better,
@@ -31,6 +32,7 @@ from experiments.report.text import plural, signed
 
 Runs = dict[str, list[Group]]  # by experiment
 Column = str | float | None
+FROM_NEW_WEIGHTS = "random_gpt2"  # the encoder of runs beside those of Table 1
 LEARNT = 1.0  # points above the commoner class
 
 
@@ -45,7 +47,7 @@ def groups_of(runs: Runs, figure: Figure, column: Column = None) -> list[Group]:
     found = [
         group
         for group in runs[figure.source]
-        if (columns == (None,) or group.column in columns) and group.setting("task.encoder") != "random_gpt2"
+        if (columns == (None,) or group.column in columns) and group.setting("task.encoder") != FROM_NEW_WEIGHTS
     ]
     return sorted(found, key=lambda group: 0 if columns == (None,) else columns.index(group.column))
 
@@ -68,6 +70,26 @@ def better(runs: Runs) -> Iterator[Claim | Row]:
             for group in groups:
                 for metric in (metric for metric in figure.metrics if metric in group.metrics):
                     yield from (_better(figure, group, metric, pair) for pair in _pairs(figure, group))
+
+
+def pretraining(runs: Runs) -> Iterator[Claim]:
+    """Whether a pretrained model gets further than the same one with new weights, by sorter."""
+    figure, metric = FIGURES[-1], "val_accuracy"
+    new = {g.column: g for g in runs.get(figure.source, ()) if g.setting("task.encoder") == FROM_NEW_WEIGHTS}
+    for group in (group for group in groups_of(runs, figure) if group.column in new):
+        for sorter in (OURS, BASELINE):
+            scores = [some.best(sorter, metric) for some in (group, new[group.column])]
+            yield Claim(
+                f"{title(figure, group)}, {sorter_label(sorter)}",
+                "a pretrained model is fine-tuned; what it has over new weights is not said",
+                f"pretraining, {group.column}",
+                (scores[0] - scores[1]).dropna(),
+                _evidence(figure, new[group.column], ()),
+                figure.seeds,
+                below=False,
+                unit="points",
+                beside=" and ".join(f"{some.mean():.2f} ± {some.std():.2f}" for some in scores) + " %",
+            )
 
 
 def sooner(runs: Runs) -> Iterator[Claim]:

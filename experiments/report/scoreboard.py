@@ -93,6 +93,7 @@ def page(studies: Mapping[str, Study]) -> str:
     sections = {
         "CD-GraB: figures and tables": [
             *judged(curve_claims.better(runs)),
+            *judged(curve_claims.pretraining(runs)),
             *_answered(FIGURE_10, studies),
             *bench_claims.memory(),
         ],
