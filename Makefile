@@ -13,7 +13,7 @@ IMPORTS = $(BIN)/lint-imports --no-logo
 DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
 # What is given on the command line becomes a quoted word of a shell command: nothing in it may end the quotes.
-GIVEN := SIZE SEEDS EPOCHS WORKERS NPROC JOBS REPLICAS DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
+GIVEN := SIZE SEEDS EPOCHS WORKERS NPROC JOBS REPLICAS TRACKER DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
 QUOTE := '
 DOLLAR := $$
 define NEWLINE
@@ -26,14 +26,14 @@ $(foreach name,$(GIVEN),$(foreach bad,QUOTE DOLLAR NEWLINE,$(if $(findstring $($
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
 OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)') $(if $(WORKERS),--workers '$(WORKERS)') \
           $(if $(SIZE),--size '$(SIZE)') $(if $(NPROC),--nproc '$(NPROC)') $(if $(JOBS),--jobs '$(JOBS)') \
-          $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(DATA),--data '$(DATA)')
+          $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(TRACKER),--tracker '$(TRACKER)') $(if $(DATA),--data '$(DATA)')
 
 KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
 
 .PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve package clean
 
 help: ## this list
-	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded]"; echo
+	@echo "usage: make TARGET [SIZE=smoke|quick|paper] [SEEDS=n] [EPOCHS=n] [WORKERS=n] [NPROC=n] [JOBS=n] [REPLICAS=n] [DATA=auto|embedded] [TRACKER=tensorboard|wandb|mlflow]"; echo
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^study-%:/study-<name>:/; s/%:/<task>:/; s/:[^#]*## */\t/' | awk -F'\t' '{printf "  %-20s %s\n", $$1, $$2}'
 	@echo; echo "tasks: lr-hmda lstm-wiki2 mlp-m4 cifar10 gpt2-wiki103 glue; reproduce-all takes them in turn"
 	@echo "studies: $$(basename -s .yaml configs/study/*.yaml | tr _ - | xargs)"

@@ -27,7 +27,9 @@ def listen() -> None:
 
 def _end(number: int, frame: object) -> None:
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{NAMES[number]} before training started: nothing is lost; run the same command again\n".encode())
+        erase = "\r\x1b[K" * os.isatty(2)  # what `screen` shows
+        sentence = f"{NAMES[number]} before training started: nothing is lost; run the same command again"
+        os.write(2, f"{erase}{sentence}\n".encode())
     os._exit(STATUS[number])
 
 

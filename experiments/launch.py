@@ -17,10 +17,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments import early  # before the imports that take seconds
+from experiments import early, screen  # before the imports that take seconds
 
 if __name__ == "__main__":
     early.listen()
+    screen.begin()
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
@@ -64,7 +65,8 @@ def _main(arguments: list[str]) -> int:
     else:
         wanted, jobs = expanded(overrides, sweep=bool(flags))
     count("jobs", jobs, 1)
-    runs = _in_folders_of_their_own([prepare(overrides) for overrides in wanted])  # refused before anything starts
+    with screen.doing("checking the settings"):
+        runs = _in_folders_of_their_own([prepare(overrides) for overrides in wanted])  # refused before anything starts
     if jobs > 1 and len(runs) > 1:
         from experiments.training.jobs import launch_at_once
 

@@ -10,16 +10,19 @@ Settings are Hydra overrides (key=value) of configs/config.yaml. The most used:
 
 from __future__ import annotations
 
+import os
 import sys
 
-from experiments import early  # before the imports that take seconds
+from experiments import early, screen  # before the imports that take seconds
 
 if __name__ == "__main__":
     early.listen()
+    screen.begin()
 
 from experiments.training import session
 from experiments.training.composition import known_names
 from experiments.training.config import compose
+from experiments.training.progress import VARIABLE, Progress, result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{known_names()}")
         return 0
-    return session.exit_status(lambda: session.carry_out(compose(arguments))[0])
+    return session.exit_status(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    run = compose(arguments)
+    status = session.carry_out(run, progress=Progress.told())[0]
+    if not os.environ.get(VARIABLE) and int(os.environ.get("RANK", 0)) == 0:  # else the launcher says it
+        print(result(run, str(run.directory)), flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import contextlib
 import os
 import sys
 
-from experiments import early  # before the imports that take seconds
+from experiments import early, screen  # before the imports that take seconds
 
 if __name__ == "__main__":
     early.listen()
+    screen.begin()
 
 from omegaconf import DictConfig
 
@@ -104,7 +105,8 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
         return status
     figures = home(trial=run.size != "paper" or run.source.embedded) / "figures"
     os.environ["CDGRAB_GROUP"] = str(run.directory.parent.resolve())
-    notebook = execute(experiment, CDGRAB_FIGURES=str(figures))
+    with screen.doing("drawing the figure"):
+        notebook = execute(experiment, CDGRAB_FIGURES=str(figures))
     name = f"{experiment}-{without(run.directory.parent.name, config.columns)}"
     print()
     print((figures / f"{name}.md").read_text())
@@ -119,9 +121,11 @@ def _launch(experiment: str, config: DictConfig, overrides: list[str], seeds: in
     """The sweeps of this size, one after the other; what was asked for on the command line wins."""
     if config.name != experiment:
         return 0  # drawn from the runs of another figure
-    status = 0
-    for sweep in config.sweeps[config.size]:
+    status, wanted = 0, config.sweeps[config.size]
+    for number, sweep in enumerate(wanted, 1):
         changes = [f"{key}={value}" for key, value in sweep.items()]
+        if len(wanted) > 1:
+            print(f"{experiment}, sweep {number} of {len(wanted)}: {' '.join(changes) or 'as it stands'}", flush=True)
         seed = f"seed=range(0,{seeds or config.seeds[config.size]})"
         with contextlib.chdir(ROOT):
             done = launch.main(["-m", f"experiment={experiment}", *changes, *overrides, seed])
@@ -162,6 +166,7 @@ def _parse(command_line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive, help="runs at the same time (default: the experiment's, 1 or 2)")
     parser.add_argument("--replicas", help="runs that train together: auto (default), or at most so many")
     parser.add_argument("--data", help="auto or embedded (default: auto)")
+    parser.add_argument("--tracker", help="metrics also go to tensorboard, wandb or mlflow (default: none)")
     parser.add_argument("--size", help="smoke, quick (default) or paper: the task's presets of that name")
     return parser.parse_args(command_line)
 

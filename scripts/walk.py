@@ -13,7 +13,6 @@ from itertools import groupby
 from types import FrameType
 
 import torch
-from tqdm import tqdm
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.store.files import ROOT
@@ -52,10 +51,9 @@ def two_steps() -> tuple[list[str], list[str]]:
     run, device = compose(TWO_STEPS), torch.device("cpu")
     trainer = alone(run, make_task(run.config, run.source, device), WorkerGroup(4), device)
     assert trainer.steps == 2
-    bar = tqdm(disable=True)
     for epoch in range(2):  # the first one warms up
         order, clock, trainer.position = trainer.members[0].sorter.order(epoch), Clock(), 0
-        steps = walk(lambda: trainer.train_epoch(order, clock, bar))  # noqa: B023
+        steps = walk(lambda: trainer.train_epoch(order, clock))  # noqa: B023
     return steps, walk(lambda: trainer.members[0].sorter.order(2))
 
 

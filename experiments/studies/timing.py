@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime import group as workers
@@ -64,7 +63,7 @@ def train_epoch(
     wait()
     start, cpu_start, clock = time.perf_counter(), time.process_time(), Clock() if clock is None else clock
     trainer.position = 0
-    trainer.train_epoch(order, clock, tqdm(disable=True))
+    trainer.train_epoch(order, clock)
     order = trainer.members[0].sorter.order(epoch + 1)
     wait()
     clock.lap("ordering")

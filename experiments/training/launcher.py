@@ -8,18 +8,22 @@ import hashlib
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from cdgrab.checks import auto_or_count
 from cdgrab.errors import CdgrabError, MissingError, Stopped
 from cdgrab.runtime.group import WorkerGroup
+from experiments import screen
 from experiments.early import STATUS, say
 from experiments.store.files import ROOT
-from experiments.store.records import METRICS, read_metrics
 from experiments.training.config import Run, compose
 from experiments.training.grouping import groups
+from experiments.training.progress import VARIABLE, Progress, result
 from experiments.training.session import carry_out, exit_status, may_start
+
+Names = dict[Path, str]  # what runs are called, by their folders
 
 
 def process_count(wanted: int | str, workers: int) -> int:
@@ -58,10 +62,11 @@ def grouped(runs: list[Prepared], jobs: int = 1) -> list[list[Prepared]]:
     return [[runs[number] for number in group] for group in groups([p.run for p in runs], alone, jobs)]
 
 
-def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> list[int]:
+def launch(together: list[Prepared], progress: Progress | None = None, names: Names | None = None) -> list[int]:
     """Carry out those of these runs that are not complete: one run, or several that train together. Returns exit
-    statuses; a signal ends the process, and so the sweep. They are numbers `first`, … `of` all runs of the sweep."""
-    ended = exit_status(lambda: _launch(together, first, of or len(together)))  # statuses, or that of an error
+    statuses; a signal ends the process, and so the sweep. progress, names: those of the sweep they belong to."""
+    progress = progress or Progress(len(together))
+    ended = exit_status(lambda: _launch(together, progress, names))  # statuses, or that of an error
     gc.collect()  # a run's tensors are in reference cycles: free them before the next run needs the memory
     if ended in STATUS.values():
         # Not an Exception: Hydra would take that for one failed run of a sweep and start the next.
@@ -71,48 +76,57 @@ def launch(together: list[Prepared], first: int = 1, of: int | None = None) -> l
 
 def launch_all(runs: list[Prepared]) -> list[int]:
     """Returns exit statuses. A diverged run does not end a sweep. A refused one does, since others would be too."""
-    statuses, begun = [], 0
+    statuses, progress, names = [], Progress(len(runs)), announced(runs)
     for together in grouped(runs):
-        statuses += launch(together, begun + 1, len(runs))
-        begun += len(together)
+        statuses += launch(together, progress, names)
         if CdgrabError.status in statuses:  # refused
             break
     return statuses
 
 
-def _launch(together: list[Prepared], first: int, of: int) -> list[int]:
-    waiting = [prepared for prepared in together if may_start(prepared.run)]
+def announced(runs: list[Prepared]) -> Names:
+    """Says what the sweep is. Returns what to call its runs: their folders, without what they have in common."""
+    folders = [prepared.run.directory for prepared in runs]
+    if len(runs) == 1:
+        return {folders[0]: str(folders[0])}
+    home = Path(os.path.commonpath([folder.parent for folder in folders]))
+    data = dict.fromkeys(prepared.run.source.description for prepared in runs)
+    print(
+        f"{len(runs)} runs on {next(iter(data)) if len(data) == 1 else f'{len(data)} datasets'}\nin {home}", flush=True
+    )
+    return {folder: str(folder.relative_to(home)) for folder in folders}
+
+
+def _launch(together: list[Prepared], progress: Progress, names: Names | None) -> list[int]:
+    names, total, first = names or announced(together), progress.total, progress.first
+    waiting = [prepared for prepared in together if may_start(prepared.run, speak=total == 1)]
+    complete = [prepared.run for prepared in together if prepared not in waiting]
+    for number, run in enumerate(complete if total > 1 else (), first):  # one alone has said so
+        print(f"{result(run, names[run.directory], number, total)} (already complete)", flush=True)
+    progress.skip(len(complete))
     if not waiting:
         return [0]
-    _announce(waiting)
+    _announce(waiting, progress)
+    first = progress.first
     if _in_this_process(waiting[0]):
-        first += len(together) - len(waiting)  # complete ones come first
-        statuses = carry_out(*(prepared.run for prepared in waiting), of=(first, of))
+        statuses = carry_out(*(prepared.run for prepared in waiting), progress=progress)
     else:
-        statuses = [_isolated(waiting[0])]
-    for prepared, status in zip(waiting, statuses, strict=True):
+        statuses = [_isolated(waiting[0], progress)]
+    left = "" if screen.has_status_line() else progress.left()
+    for number, (prepared, status) in enumerate(zip(waiting, statuses, strict=True), first):
         if status == 0:
-            _show_last(prepared.run, named=len(waiting) > 1)
+            after = f" ({left} left)" if left and prepared is waiting[-1] else ""
+            print(result(prepared.run, names[prepared.run.directory], number, total) + after, flush=True)
     return [status if status >= 0 else 128 - status for status in statuses]  # for a killed process, as shells do
 
 
-def _announce(waiting: list[Prepared]) -> None:
+def _announce(waiting: list[Prepared], progress: Progress) -> None:
     run, processes, hosts = waiting[0].run, waiting[0].processes, waiting[0].run.config.nnodes
     where = f"{processes} process{'es' * (processes > 1)}" + f" on each of {hosts} hosts" * (hosts > 1)
-    what = str(run.directory)
     if len(waiting) > 1:
-        names = [prepared.run.directory.name for prepared in waiting]
-        more = f" and {len(names) - 4} more" if len(names) > 5 else ""
-        names = names[:4] if more else names
-        what = f"{len(waiting)} runs together ({', '.join(names)}{more}) in {run.directory.parent}"
-    print(f"running {what} on {run.source.description}, {where}", flush=True)
-
-
-def _show_last(run: Run, named: bool) -> None:
-    last = read_metrics(run.directory / METRICS)[-1]
-    shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
-    name = f"{run.directory.name}: " if named else ""
-    print(f"  {name}" + ", ".join(f"{key} {value:.6g}" for key, value in shown.items()), flush=True)
+        print(f"runs {progress.first}–{progress.first + len(waiting) - 1} train together, {where}", flush=True)
+    elif progress.total == 1:
+        print(f"running {run.directory} on {run.source.description}, {where}", flush=True)
 
 
 def _in_this_process(prepared: Prepared) -> bool:
@@ -124,8 +138,19 @@ def _survives_its_death(prepared: Prepared) -> bool:
     return prepared.run.config.restarts > 0 and any(o.startswith("restarts=") for o in prepared.overrides)
 
 
-def _isolated(prepared: Prepared) -> int:
+def _isolated(prepared: Prepared, progress: Progress) -> int:
+    """Its first process shows how far it is, and what has been made before."""
     run, processes, arguments = prepared.run, prepared.processes, ["-m", "experiments.train", *prepared.overrides]
+    os.environ.update(progress.tell())
+    try:
+        with progress.watching(1, run.directory.name, 0.0):
+            screen.show(None)
+            return _by_torchrun(run, arguments, processes)
+    finally:
+        os.environ.pop(VARIABLE)
+
+
+def _by_torchrun(run: Run, arguments: list[str], processes: int) -> int:
     if run.config.nnodes == 1:
         return _with_restarts(arguments, processes, run.config.restarts)
     name = hashlib.sha256(str(run.directory).encode()).hexdigest()[:16]  # the same on all hosts

@@ -17,7 +17,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cdgrab.errors import DivergedError, NotFiniteError, Stopped
 from cdgrab.runtime.fields import Field, refuse_others
@@ -37,11 +36,11 @@ from experiments.training.parts import (
     MOST_STEPS_PER_BLOCK,
     blocks,
     products,
-    progress_bar,
     steps_per_block,
     warm_up_shards,
     warm_up_sorters,
 )
+from experiments.training.progress import Watch
 from experiments.training.replay import Replay
 from experiments.training.signals import Agreement
 from experiments.training.steps import CapturedSteps, SparseMeans, Steps, stacked, unstacked
@@ -168,22 +167,25 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, title: str = "", stop: Callable[[], int] = lambda: 0, save: bool = True) -> None:
+    def fit(self, watch: Watch | None = None, stop: Callable[[], int] = lambda: 0, save: bool = True) -> None:
         """Train the remaining epochs; write metrics and a checkpoint after each, and checkpoints in between.
 
-        title: of the progress bar; empty: none. save: whether checkpoints are written.
+        save: whether checkpoints are written.
         stop: returns the number of a signal, or 0; asked about twice a second. If any rank has received a signal, all
         of them save and raise `Stopped` after the same step, or between workers in an evaluation. A run that cannot
         continue ends alone; its error is raised when no other run is left.
         """
         self._agreement, self._saves = Agreement(stop, self.group), save
-        steps_done = self.epochs_done * self.steps + self.position // self.microbatch
-        bar = progress_bar(title, self.config.epochs * self.steps, steps_done)
-        with bar, torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
+        with torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
             while self.epochs_done < self.config.epochs:
-                self._epoch(bar)
+                self._epoch(watch)
 
-    def _epoch(self, bar: tqdm) -> None:
+    @property
+    def part_done(self) -> float:
+        """Of all steps."""
+        return (self.epochs_done + -(-self.position // self.microbatch) / self.steps) / self.config.epochs
+
+    def _epoch(self, watch: Watch | None) -> None:
         clock = self.clock = Clock(self.clock.seconds if self.position else None)
         if not self.position:
             for member, parameters in self.going():
@@ -191,7 +193,7 @@ class Trainer:
             self.replay.start_epoch(self.epochs_done + 1)
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
-        self.train_epoch(stacked(orders), clock, bar)
+        self.train_epoch(stacked(orders), clock, watch)
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")
@@ -229,7 +231,7 @@ class Trainer:
             return {}
         return metrics | member.more_metrics(self.epochs_done)
 
-    def train_epoch(self, order: Tensor, clock: Clock, bar: tqdm) -> None:
+    def train_epoch(self, order: Tensor, clock: Clock, watch: Watch | None = None) -> None:
         """The remaining steps of an epoch, in which workers visit their units in this order [..., local workers,
         units]. `position` counts the units visited; the caller sets it to zero before the next epoch."""
         visits = self.owned.gather(-1, order.to(self.device))
@@ -237,7 +239,7 @@ class Trainer:
         for first, end, microbatch in self.blocks:
             if (start := max(first, self.position)) >= end:  # a run that is resumed may have been stopped with others
                 continue
-            self._stop_if(self._train_block(visits[..., start:end], start, microbatch, clock, bar))
+            self._stop_if(self._train_block(visits[..., start:end], start, microbatch, clock, watch))
             if every and -(-end // self.microbatch) % every == 0 and end < self.units:
                 self.save()
                 clock.lap("evaluation")
@@ -249,7 +251,7 @@ class Trainer:
             where = f"after {self.epochs_done} of {self.config.epochs} epochs and {steps} of {self.steps} steps"
             raise Stopped(signal, f"{early.NAMES[signal]} {where}")
 
-    def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, bar: tqdm) -> int:
+    def _train_block(self, visits: Tensor, start: int, microbatch: int, clock: Clock, watch: Watch | None) -> int:
         """Some steps of equal shape; visits [..., local workers, steps × microbatch], the first at position `start`.
         Moves `position` on. Returns the number of the signal that some rank has received, or 0."""
         visits = visits.unflatten(-1, (-1, microbatch))
@@ -265,10 +267,10 @@ class Trainer:
         if seen:
             self._observe(seen)
             clock.append(("ordering", perf_counter()))
-        lowest, highest = (f"{float(loss):.4f}" for loss in mean_losses.mean(-1).aminmax())
-        shown = lowest if lowest == highest else f"{lowest}–{highest}"
-        bar.set_postfix(epoch=self.epochs_done + 1, loss=shown, refresh=False)
-        bar.update(mean_losses.shape[-1])
+        if watch:
+            lowest, highest = (f"{float(loss):.4f}" for loss in mean_losses.mean(-1).aminmax())
+            losses = lowest if lowest == highest else f"{lowest}–{highest}"
+            watch(self.part_done, self.epochs_done + 1, losses)
         return int(everybodys[..., -1].max())
 
     def _observe(self, seen: Sequence[Tensor], unseen: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -10,7 +9,6 @@ from itertools import pairwise
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from tqdm import tqdm
 
 from cdgrab.balance import kernels
 from cdgrab.runtime.group import WorkerGroup
@@ -86,10 +84,3 @@ def warm_up_shards(parameters: Tensor) -> None:
     rows = parameters.new_zeros(1, 1, 1)
     running, limits = (torch.zeros(1, 1, dtype=torch.float64, device=parameters.device) for _ in range(2))
     kernels.balance_divided(rows, running, limits)
-
-
-def progress_bar(title: str, steps: int, done: int) -> tqdm:
-    """Visible on a terminal, and only with a title."""
-    visible = bool(title) and sys.stderr.isatty()
-    how = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # with steps and their rate, losses would not fit 80 columns
-    return tqdm(total=steps, initial=done, desc=title, disable=not visible, dynamic_ncols=True, bar_format=how)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, Stopped, first_line, warn
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import heartbeat, rendezvous
-from experiments import early
+from experiments import early, screen
 from experiments.store import checkpoint
 from experiments.store.files import open_itself
 from experiments.store.lock import locked
@@ -31,6 +31,7 @@ from experiments.training.grouping import first_members
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
 from experiments.training.memory import keep_freed_memory
+from experiments.training.progress import Progress
 
 log = logging.getLogger("cdgrab")
 # of what manifests hold
@@ -53,11 +54,11 @@ def _say(sentence: str) -> None:
     early.say(sentence)
 
 
-def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
+def carry_out(*runs: Run, progress: Progress | None = None) -> list[int]:
     """Train those of these runs that are not complete, together. All processes of a run call this.
 
     Returns exit statuses. A run that diverges ends without the others; a run alone raises its error.
-    of: the number of the first run and the number of all runs, for the progress bar."""
+    progress: of the sweep that they belong to."""
     keep_freed_memory()
     config = runs[0].config
     group = workers.connect(config.workers, config.timeout)
@@ -68,7 +69,7 @@ def carry_out(*runs: Run, of: tuple[int, int] | None = None) -> list[int]:
         if not wanted:
             return [0] * len(runs)
         with _torch_settings(config):
-            errors = _train(wanted, group, of)
+            errors = _train(wanted, group, progress or Progress(len(runs)))
     return [errors[run.directory].status if run.directory in errors else 0 for run in runs]
 
 
@@ -129,22 +130,21 @@ def enough_memory() -> Iterator[None]:
         raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
 
 
-def _train(runs: Sequence[Run], group: workers.WorkerGroup, of: tuple[int, int] | None) -> dict[Path, CdgrabError]:
+def _train(runs: Sequence[Run], group: workers.WorkerGroup, progress: Progress) -> dict[Path, CdgrabError]:
     """Train the runs, as many at a time as fit into memory. Returns the errors of those that ended early, by folder."""
     device, errors = workers.pick_device(runs[0].config.device), {}
-    first, total = of or (1, len(runs))
     while runs:
-        with enough_memory():
+        with enough_memory(), screen.doing("reading data"):
             members = first_members(runs, group, device)
         if len(members) < len(runs):
             print(f"  memory has room for {len(members)} of these {len(runs)} runs at once", flush=True)
-        errors |= _train_members(members, (first, total))
-        runs, first = runs[len(members) :], first + len(members)
+        errors |= _train_members(members, progress)
+        runs = runs[len(members) :]
         del members  # before the next ones are made
     return errors
 
 
-def _train_members(members: list[Member], of: tuple[int, int]) -> dict[Path, CdgrabError]:
+def _train_members(members: list[Member], progress: Progress) -> dict[Path, CdgrabError]:
     """Members that were stopped at the same step continue together."""
     warnings: list[str] = []
     saved = {m: snapshot.load(m.run, m.group, warnings.append) if m.config.resume else None for m in members}
@@ -152,17 +152,16 @@ def _train_members(members: list[Member], of: tuple[int, int]) -> dict[Path, Cdg
     for member in members:
         together.setdefault(snapshot.progress(saved[member]), []).append(member)
     for same in together.values():
-        with enough_memory():
+        with enough_memory(), screen.doing("preparing the steps"):
             trainer = Trainer(same)
         if any(saved[member] for member in same):
             with snapshot.fitting([member.run for member in same]):
                 trainer.load_state_dicts([saved[member] for member in trainer.members])
-        _carry_on(trainer, saved, warnings, of)
-        of = of[0] + len(same), of[1]
+        _carry_on(trainer, saved, warnings, progress)
     return {member.run.directory: member.error for member in members if member.error}
 
 
-def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list[str], of: tuple[int, int]) -> None:
+def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list[str], progress: Progress) -> None:
     group, members = trainer.group, trainer.members
     with signals.listening() as stop_request, _told_to_end(stop_request):  # from here on a signal saves
         for member in members:
@@ -179,23 +178,17 @@ def _carry_on(trainer: Trainer, saved: dict[Member, dict | None], warnings: list
             for warning in warnings:
                 warn(warning)
                 log.warning("%s", warning)
-            _fit(trainer, stop_request, "" if group.rank else _title(trainer, of))
+            _fit(trainer, stop_request, progress)
 
 
-def _title(trainer: Trainer, of: tuple[int, int]) -> str:
-    config, together = trainer.config, trainer.replicas
-    if together == 1:
-        return f"{config.task.name} {config.sorter.name} seed {config.seed}"
-    first, total = of
-    return f"{config.task.name} runs {first}–{first + together - 1} of {total}"
-
-
-def _fit(trainer: Trainer, stop_request: signals.StopRequest, title: str) -> None:
+def _fit(trainer: Trainer, stop_request: signals.StopRequest, progress: Progress) -> None:
     logs, done, epochs = [m.log for m in trainer.members], trainer.epochs_done, trainer.config.epochs
     for member in trainer.members:
         log.info("%s on %s, %d of %d epochs done", member.run.directory, member.run.source.description, done, epochs)
+    name = f"{trainer.config.task.name} {trainer.config.sorter.name} seed {trainer.config.seed}"
     try:
-        trainer.fit(title, stop_request)
+        with progress.watching(trainer.replicas, name, trainer.part_done) as watch:
+            trainer.fit(watch, stop_request)
     except DivergedError as error:
         log.error("%s", error)
         if trainer.replicas == 1:

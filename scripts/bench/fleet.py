@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.training.clock import Clock
@@ -55,7 +54,7 @@ class Epochs:
         orders = [member.sorter.order(self.epoch) for member in trainer.members]
         trainer.position, self.epoch = 0, self.epoch + 1
         with torch.no_grad(), products(trainer.replicas, trainer.device, trainer.config.task.gradients):
-            trainer.train_epoch(stacked(orders), Clock(), tqdm(disable=True))
+            trainer.train_epoch(stacked(orders), Clock())
             evaluated(trainer.going())
 
 
