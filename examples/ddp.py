@@ -5,6 +5,8 @@ torchrun --nproc_per_node=2 -m examples.ddp [cd_grab|d_rr|…] [epochs]
 
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -7,6 +7,8 @@ Prints loss and accuracy, and how many bytes a process sent in the last step, ne
 
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -6,6 +6,8 @@ torchrun --nproc_per_node=2 -m examples.fsdp [cd_grab|d_rr|…] [epochs] [checkp
 import io
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,9 +26,8 @@ def main(sorter: str = "cd_grab", epochs: str = "10", save_to: str = "", start_f
     torch.set_num_threads(1)
     train, test = digits()
     model = network()
-    for large in (0, 4, 9):
-        fully_shard(model[large])
-    fully_shard(model)  # what is left
+    for part in (model[0], model[4], model[9], model):  # the large ones, and what is left
+        fully_shard(part)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.04, momentum=0.9)
     sampler = OrderedBatchSampler(train, batch_size=32, sorter=sorter, seed=0)
     sampler.attach(model)

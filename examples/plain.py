@@ -5,6 +5,8 @@ python -m examples.plain [cd_grab|d_rr|…] [epochs]
 
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader

@@ -6,6 +6,8 @@ python -m examples.resumable FOLDER [cd_grab|d_rr|…] [epochs] [seed]     # aga
 import os
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader

@@ -5,6 +5,8 @@ accelerate launch -m examples.with_accelerate [cd_grab|d_rr|…] [epochs]
 
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import torch
 from accelerate import Accelerator
 from torch import nn

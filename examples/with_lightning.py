@@ -6,6 +6,8 @@ python -m examples.with_lightning [cd_grab|d_rr|…] [epochs]             # or t
 import os
 import sys
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 import lightning
 import torch
 from torch import nn

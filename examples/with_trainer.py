@@ -6,6 +6,8 @@ python -m examples.with_trainer [cd_grab|d_rr|…] [epochs]               # or t
 import sys
 import tempfile
 
+sys.path += [] if __package__ else [f"{sys.path[0]}/.."]  # the root of the clone
+
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments

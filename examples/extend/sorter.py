@@ -11,6 +11,8 @@ sorter known to every command, for instance to the study of all sorters:
 
 import sys
 
+sys.path += [f"{sys.path[0]}/../.."] if __name__ == "__main__" else []  # the root of the clone
+
 import torch
 from torch import Tensor
 

@@ -8,6 +8,8 @@ class; so do `self.target`, the number of coordinates that `density` asks for, a
 
 import sys
 
+sys.path += [f"{sys.path[0]}/../.."] if __name__ == "__main__" else []  # the root of the clone
+
 import torch
 from torch import Tensor
 

@@ -9,6 +9,8 @@ in configs/config.yaml. A task that is no classification has `loss`, `measure` a
 import math
 import sys
 
+sys.path += [f"{sys.path[0]}/../.."] if __name__ == "__main__" else []  # the root of the clone
+
 import torch
 from omegaconf import DictConfig
 from torch import nn
