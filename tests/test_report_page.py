@@ -151,7 +151,13 @@ def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = found["chromium"]
     flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-    for flag in (*flags.split(), "disable-component-update", "disable-sync", "window-size=1280,900"):
+    for flag in (
+        *flags.split(),
+        "disable-component-update",
+        "disable-sync",
+        "force-prefers-reduced-motion",
+        "window-size=1280,900",
+    ):
         options.add_argument(f"--{flag}")
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -191,6 +197,7 @@ def test_in_a_browser(browser, file, page):
     assert number("charts[0].x[1] - charts[0].x[0]") == pytest.approx(49 * 0.6)
     plot.send_keys("0")
     # the mouse: a rectangle zooms
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)  # not below the filters
     ActionChains(browser).move_to_element(plot).click_and_hold().move_by_offset(80, 60).release().perform()
     assert number("charts[0].x[1] - charts[0].x[0]") < 25
     # columns and views

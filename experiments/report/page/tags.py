@@ -7,7 +7,7 @@ import re
 from cdgrab.sorters import LABELS
 from experiments.report.claims import FIGURES
 from experiments.report.judging import CONTRADICTED, IMPOSSIBLE, REPRODUCED, UNDECIDED
-from experiments.report.names import GLUE, TASKS, sorter_label, task_name
+from experiments.report.names import BASELINE, GLUE, OURS, TASKS, sorter_label, task_name
 
 NO_TASK = "none"
 WORDS = {  # by which a task is known besides its name
@@ -73,8 +73,10 @@ def task_choices(used: set[str]) -> dict[str, str]:
 
 
 def sorter_choices(used: set[str]) -> dict[str, str]:
+    """CD-GraB and D-RR first; sparsifiers last."""
     labels = {name: label for label, name in reversed(NAMES.items())}
-    return {name: label for name, label in labels.items() if name in used}
+    order = [OURS, BASELINE, *dict.fromkeys(NAMES.values())]
+    return {name: labels[name] for name in order if name in used}
 
 
 def _about(task: str, text: str) -> bool:
