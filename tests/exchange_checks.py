@@ -10,8 +10,8 @@ import cdgrab
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime import state
+from cdgrab.runtime.connection import connect, launched_world_size
 from cdgrab.runtime.division import Division
-from cdgrab.runtime.group import connect
 from experiments.training import snapshot
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, blocks of rows that
@@ -146,7 +146,7 @@ def refusals(group):
 
 def main(target):
     found = {}
-    processes = workers.launched_world_size()
+    processes = launched_world_size()
     for shape in shapes(processes):
         group = connect(shape[0])
         for how, settings in WAYS.items():

@@ -17,6 +17,7 @@ from forked import forked
 from sockets import listening
 
 from cdgrab.runtime import group as workers
+from cdgrab.runtime.connection import connect, disconnect, launched_rank, launched_world_size
 from experiments.training.config import compose
 from experiments.training.session import carry_out
 from experiments.training.signals import Agreement
@@ -39,8 +40,8 @@ def check(folder, runs):
     os.environ["GLOO_SOCKET_IFNAME"] = socket.if_nameindex()[-1][1]  # of the outside, where there is one
     for run in runs:
         carry_out(run)
-    rank, processes = workers.launched_rank(), workers.launched_world_size()
-    told = Agreement(lambda: signal.SIGTERM * (rank == 1), workers.connect(processes)).after_steps()
+    rank, processes = launched_rank(), launched_world_size()
+    told = Agreement(lambda: signal.SIGTERM * (rank == 1), connect(processes)).after_steps()
     found = [None] * processes
     dist.all_gather_object(found, (sorted(listening(os.getpid())), told))
     (folder / "processes").write_text(json.dumps(found))
@@ -48,9 +49,9 @@ def check(folder, runs):
     sparsify_checks.main(folder / "sparsify")
     dropin_checks.main(folder / "dropin")
     workers.WHOLE = usual
-    if workers.launched_world_size() == 2:
+    if launched_world_size() == 2:
         traffic.main(str(folder / "traffic"), *process_runs.TRAFFIC)
-    workers.disconnect()
+    disconnect()
 
 
 if __name__ == "__main__":

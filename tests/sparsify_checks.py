@@ -7,8 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
 from cdgrab.runtime import group as workers
+from cdgrab.runtime.connection import connect, launched_world_size
 from cdgrab.runtime.ddp import BucketHook
-from cdgrab.runtime.group import WorkerGroup, connect
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import ddp_hook, make_sparsifier
 
 VARIANTS = [
@@ -199,7 +200,7 @@ def trained_alone(count, name, options):
 
 
 def main(target):
-    found, processes = {}, workers.launched_world_size()
+    found, processes = {}, launched_world_size()
     for shape in SHAPES[processes]:
         group = connect(shape[0])
         for variant in VARIANTS:

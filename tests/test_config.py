@@ -243,6 +243,8 @@ def test_help_lists_what_there_is(capsys):
 def test_process_counts():
     with pytest.raises(CdgrabError, match="workers=4 cannot be split evenly over 3 processes; start 1, 2 or 4 instead"):
         WorkerGroup(4, world_size=3)
+    with pytest.raises(CdgrabError, match="start 1, 2, 4 or 5 instead"):  # at once
+        WorkerGroup(2_000_000_000, world_size=3)
     assert process_count(2, 4) == 2
     assert 4 % process_count("auto", 4) == 0
     with pytest.raises(CdgrabError, match="nproc must be"):

@@ -11,7 +11,8 @@ from torch.utils.data import Sampler
 
 from cdgrab.checks import differences
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
+from cdgrab.runtime.connection import one_worker_per_process
+from cdgrab.runtime.group import WorkerGroup
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
 WRAPPERS = {  # classes of accelerate

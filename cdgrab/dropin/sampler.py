@@ -22,8 +22,8 @@ from cdgrab.dropin.outstanding import Batch, loaded, saved
 from cdgrab.dropin.report import Report, made
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
+from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.fields import is_plain
-from cdgrab.runtime.group import one_worker_per_process
 from cdgrab.runtime.state import gathered
 from cdgrab.sorters import SORTERS, make_sorter, sorter_options
 from cdgrab.sorters.base import Sorter

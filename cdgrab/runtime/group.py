@@ -8,7 +8,6 @@ computed in the same order, and are equal to the last bit, for every process cou
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdgrab.errors import CdgrabError, CollectiveError, MissingError, first_line
-from cdgrab.runtime.rendezvous import meet
 
-DEVICES = ("auto", "cpu", "cuda")
 FEW = 2**16  # bytes; below this the time of a sum depends on its rounds, not on its traffic
 WHOLE = 2**16  # numbers of all processes together; below this one collective is faster than two with less traffic
 
@@ -75,7 +72,8 @@ class WorkerGroup:
         if self.workers < 1:
             raise CdgrabError(f"workers must be at least 1, got {self.workers}")
         if self.workers % self.world_size:
-            fits = [n for n in range(1, self.workers + 1) if self.workers % n == 0]
+            near = min(self.workers, 2 * self.world_size)  # of a huge number it would take long to find them all
+            fits = [n for n in range(1, near + 1) if self.workers % n == 0]
             raise CdgrabError(
                 f"workers={self.workers} cannot be split evenly over {self.world_size} processes; "
                 f"start {', '.join(map(str, fits[:-1]))}{' or ' if fits[:-1] else ''}{fits[-1]} instead"
@@ -267,7 +265,7 @@ class WorkerGroup:
     def expect_all(self, what: str, seconds: float) -> None:
         """Every process calls this. The first one waits for the others so many seconds, the others for the first one as
         long as collectives may take. Only gloo can tell: with another backend nothing happens."""
-        gloo = _of_the_cpu(self.channel) if self.world_size > 1 else None
+        gloo = cpu_backend(self.channel) if self.world_size > 1 else None
         if not hasattr(gloo, "monitored_barrier"):
             return
         try:
@@ -277,65 +275,9 @@ class WorkerGroup:
             raise MissingError(f"rank {self.rank} waited in vain: every rank must call {what}") from error
 
 
-def launched_rank() -> int:
-    """This process's rank, from torchrun; 0 outside torchrun."""
-    return int(os.environ.get("RANK", 0))
-
-
-def launched_world_size() -> int:
-    """The number of processes, from torchrun; 1 outside torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def pick_device(wanted: str = "auto") -> torch.device:
-    """auto: a GPU if there is one. If there are fewer GPUs than ranks, ranks share them in turn."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise CdgrabError("device=cuda was asked for, but no GPU is available here; use device=cpu")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-
-
-def connect(workers: int, timeout: float | None = None) -> WorkerGroup:
-    """Join the processes that torchrun started, if any, and divide the workers among them. A collective that takes
-    longer than `timeout` seconds fails.
-
-    Always gloo: it handles CPU and GPU tensors, and several ranks on one GPU, which NCCL refuses.
-    """
-    # made first, so that a bad split is refused before anything connects
-    group = WorkerGroup(workers, launched_rank(), launched_world_size(), timeout=timeout)
-    if group.world_size > 1 and not dist.is_initialized():
-        meet(group.rank, group.world_size, timeout)
-    return group
-
-
-def one_worker_per_process(channel: object = None) -> WorkerGroup:
-    """The processes that are already connected, each hosting one worker. channel: a process group of some of them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        if (processes := launched_world_size()) > 1:
-            raise CdgrabError(f"{processes} processes are not connected: call init_process_group of torch.distributed")
-        return WorkerGroup(1)
-    processes = dist.get_world_size(channel)
-    return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel, timeout=_patience(channel))
-
-
-def _patience(channel: object) -> float | None:
-    """The seconds that the processes gave their collectives; None if torch does not tell. A new channel has torch's own
-    limit otherwise, whatever they chose."""
-    try:
-        return _of_the_cpu(channel).options._timeout.total_seconds()
-    except AttributeError:
-        return None
-
-
-def _of_the_cpu(channel: object) -> object | None:
+def cpu_backend(channel: object) -> object | None:
     """The backend that handles a CPU's tensors, whatever handles those of GPUs."""
     try:
         return (channel or dist.group.WORLD)._get_backend(torch.device("cpu"))
     except (AttributeError, RuntimeError):  # another version of torch, or no such backend
         return None
-
-
-def disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

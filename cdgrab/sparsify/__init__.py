@@ -10,8 +10,9 @@ from torch import nn
 from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
+from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.ddp import BucketHook, common_dtype
-from cdgrab.runtime.group import WorkerGroup, one_worker_per_process
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify.averager import SparseAverager as SparseAverager
 from cdgrab.sparsify.base import Sparsifier, Stats
 from cdgrab.sparsify.deft import DEFT

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, RandomSampler
 
 from cdgrab import OrderedBatchSampler
-from cdgrab.runtime.group import pick_device
+from cdgrab.runtime.connection import pick_device
 from experiments.data.sources import Source
 from experiments.store.records import significant
 from experiments.studies.practice_data import Examples, augmented

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime import group as workers
+from cdgrab.runtime.connection import connect, disconnect, launched_rank, pick_device
+from cdgrab.runtime.group import WorkerGroup
 from experiments.tasks import make_task
 from experiments.tasks.base import Task
 from experiments.training.clock import Clock
@@ -49,9 +50,9 @@ def finish_on(device: str) -> Callable[[], None]:
 def make_trainer(run: Run, task: Task | None = None) -> Trainer:
     """A trainer with its own count of traffic. Several runs may share a task, which knows nothing about runs."""
     torch.set_num_threads(run.config.threads)
-    device = workers.pick_device(run.config.device)
+    device = pick_device(run.config.device)
     task = task or make_task(run.config, run.source, device)
-    return alone(run, task, workers.connect(run.config.workers), device)
+    return alone(run, task, connect(run.config.workers), device)
 
 
 def train_epoch(
@@ -98,7 +99,7 @@ def in_turn(epochs: int, least_seconds: float, settings: Sequence[str]) -> dict:
     return found | {"what": what | {"data": some.members[0].run.source.description, "bytes_per_step": sent}}
 
 
-def _most_sent(group: workers.WorkerGroup) -> int:
+def _most_sent(group: WorkerGroup) -> int:
     """The bytes sent by the process that sent most."""
     return int(group.gather(torch.tensor([group.traffic.sent])).max())
 
@@ -106,9 +107,9 @@ def _most_sent(group: workers.WorkerGroup) -> int:
 def main(target: str, epochs: str, least_seconds: str, *settings: str) -> None:
     keep_freed_memory()
     found = in_turn(int(epochs), float(least_seconds), settings)
-    if workers.launched_rank() == 0:
+    if launched_rank() == 0:
         Path(f"{target}0").write_text(json.dumps(found))
-    workers.disconnect()
+    disconnect()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cdgrab import streams
 from cdgrab.errors import DivergedError
-from cdgrab.runtime.group import WorkerGroup, pick_device
+from cdgrab.runtime.connection import pick_device
+from cdgrab.runtime.group import WorkerGroup
 from experiments.store.records import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten

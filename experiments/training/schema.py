@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig
 
 from cdgrab.checks import auto_or_count, is_whole
 from cdgrab.errors import CdgrabError
-from cdgrab.runtime.group import DEVICES
+from cdgrab.runtime.connection import DEVICES
 from cdgrab.sorters import make_sorter
 from cdgrab.sparsify import make_sparsifier
 from cdgrab.sparsify.partitions import ALIGNMENT

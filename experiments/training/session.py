@@ -18,8 +18,9 @@ import torch
 from omegaconf import DictConfig
 
 from cdgrab.errors import CdgrabError, CollectiveError, DivergedError, Stopped, first_line, warn
-from cdgrab.runtime import group as workers
 from cdgrab.runtime import heartbeat, rendezvous
+from cdgrab.runtime.connection import connect, disconnect, launched_rank, pick_device
+from cdgrab.runtime.group import WorkerGroup
 from experiments import early, screen
 from experiments.store import checkpoint
 from experiments.store.files import open_itself
@@ -44,12 +45,12 @@ def exit_status(action: Callable[[], Any]) -> Any:
     try:
         return early.exit_status(action, say=_say)
     finally:
-        workers.disconnect()
+        disconnect()
 
 
 def _say(sentence: str) -> None:
     """Most errors occur on all ranks: rank 0 prints them, and torchrun ends the others while they wait."""
-    if workers.launched_rank():
+    if launched_rank():
         time.sleep(3)
     early.say(sentence)
 
@@ -61,7 +62,7 @@ def carry_out(*runs: Run, progress: Progress | None = None) -> list[int]:
     progress: of the sweep that they belong to."""
     keep_freed_memory()
     config = runs[0].config
-    group = workers.connect(config.workers, config.timeout)
+    group = connect(config.workers, config.timeout)
     with heartbeat.watching(group, config.timeout), contextlib.ExitStack() as stack:
         # torchrun counts restarts only on the host on which a process has died
         again = int(group.gather(torch.tensor([_attempt()])).max()) > 0
@@ -73,7 +74,7 @@ def carry_out(*runs: Run, progress: Progress | None = None) -> list[int]:
     return [errors[run.directory].status if run.directory in errors else 0 for run in runs]
 
 
-def _own(run: Run, group: workers.WorkerGroup, again: bool, stack: contextlib.ExitStack) -> bool:
+def _own(run: Run, group: WorkerGroup, again: bool, stack: contextlib.ExitStack) -> bool:
     """Whether the run needs training. If so, its folder is locked until the stack is closed."""
     again = again and rendezvous.has_begun(str(run.directory))  # what was refused at first is refused again
     run.config.resume = run.config.resume or again
@@ -130,9 +131,9 @@ def enough_memory() -> Iterator[None]:
         raise CdgrabError(f"there is not enough memory for these settings ({words})") from error
 
 
-def _train(runs: Sequence[Run], group: workers.WorkerGroup, progress: Progress) -> dict[Path, CdgrabError]:
+def _train(runs: Sequence[Run], group: WorkerGroup, progress: Progress) -> dict[Path, CdgrabError]:
     """Train the runs, as many at a time as fit into memory. Returns the errors of those that ended early, by folder."""
-    device, errors = workers.pick_device(runs[0].config.device), {}
+    device, errors = pick_device(runs[0].config.device), {}
     while runs:
         with enough_memory(), screen.doing("reading data"):
             members = first_members(runs, group, device)

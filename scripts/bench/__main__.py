@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from cdgrab.runtime.group import DEVICES, pick_device
+from cdgrab.runtime.connection import DEVICES, pick_device
 from experiments.early import exit_status
 from experiments.store import bench as store
 from scripts.arguments import Parser

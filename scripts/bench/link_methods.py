@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cdgrab import OrderedBatchSampler
-from cdgrab.runtime.group import one_worker_per_process
+from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.sparsify import Hook, sparsifier_of
 from experiments.report.figures_link import ALONE, CD_GRAB, EXDYNA, PLAIN, PUBLISHED
 from experiments.tasks.cifar10_models import ResNet18

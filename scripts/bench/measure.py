@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cdgrab.runtime.group import disconnect, launched_rank
+from cdgrab.runtime.connection import disconnect, launched_rank
 from experiments.store.records import begin, cpu_name, finish
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.runtime import group as workers
+from cdgrab.runtime.connection import connect
 from experiments.studies.timing import SORTERS, train_epoch, under_torchrun
 from experiments.tasks.base import Task
 from experiments.training.config import Run, compose
@@ -93,7 +94,7 @@ def bytes_per_step(sorter: str, count: int, units_per_step: int, dim: int) -> fl
     run = compose(
         [f"sorter={sorter}", f"workers={count}", f"task.batch={per_step}", "task.dtype=float32", "data=embedded"]
     )
-    group = workers.connect(count)
+    group = connect(count)
     trainer = alone(run, Pull(run, dim, per_step * STEPS), group, torch.device("cpu"))
     before = group.traffic.sent
     with torch.no_grad():
