@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import pickle
 import re
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -51,13 +51,18 @@ def compose_config(overrides: list[str], name: str = "config", hydras_own: bool 
     if not all(map(PLAIN.match, settings)):
         return _by_hydra(overrides, name, hydras_own)
     composed = _composed if hydras_own else _chosen
-    config = copy.deepcopy(composed(tuple(groups), name, _registered(groups)))
+    config = _copied(composed(tuple(groups), name, _registered(groups)))
     try:
         for override in settings:
             OmegaConf.update(config, override.partition("=")[0], _value(override), merge=True)
     except (HydraException, OmegaConfBaseException):
         return _by_hydra(overrides, name, hydras_own)
     return config
+
+
+def _copied(config: DictConfig) -> DictConfig:
+    """What copy.deepcopy gives, in a third of the time."""
+    return pickle.loads(pickle.dumps(config))
 
 
 PLAIN = re.compile(r"[A-Za-z_][\w.]*=")  # nothing that is added, deleted or of Hydra's own
@@ -70,11 +75,11 @@ def _chosen(groups: tuple[str, ...], name: str, registered: tuple) -> DictConfig
     placed = {group: choice for group, choice in named if group in PLACED and choice in choices(group)}
     others = tuple(override for override in groups if override.partition("=")[0] not in placed)
     if not placed or len(placed) + len(others) < len(groups):
-        config = copy.deepcopy(_composed(groups, name, registered))
+        config = _copied(_composed(groups, name, registered))
         with open_dict(config):
             del config["hydra"]
         return config
-    config = copy.deepcopy(_chosen(others, name, _registered(others)))
+    config = _copied(_chosen(others, name, _registered(others)))
     for group, choice in placed.items():
         config[group] = own_settings(group, choice)
     return config
@@ -97,6 +102,7 @@ def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
+@lru_cache(1000)
 def _value(override: str) -> object:
     """What Hydra takes it for."""
     parsed = _parser().parse_override(override)
