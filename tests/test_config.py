@@ -182,6 +182,8 @@ BAD = [
     (["hydra/launcher=[1,2]"], "'int' is not iterable"),  # found by make fuzz; these are Hydra's words
     (["experiment=null"], "unknown experiment 'null'"),
     (["name=null"], "name must be text, got None"),
+    (["name=.."], "name must be the name of a folder, got '..'"),
+    (["name=a/../../b"], "name must be the name of a folder, got 'a/../../b'"),
     (["sorter.walk_width=wide"], "walk_width must be a number above 0, got 'wide'"),
     (["sorter.buffer_mb=abc"], "buffer_mb must be a number"),
     (["task=mlp_m4", "task.window_in=2.5"], "task.window_in must be a whole number of at least 1"),

@@ -185,6 +185,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     assert printed.count("\n") == 1 and str(tmp_path / "file") in printed and "cannot be read or written" in printed
 
 
+def test_logs_are_not_written_through_a_link(tmp_path, capsys):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir(), folder.mkdir()
+    (folder / "logs").symlink_to(elsewhere)
+    assert train.main(["data=embedded", "size=smoke", f"run_dir={folder}"]) == 2
+    assert "logs is a link" in capsys.readouterr().err and not list(elsewhere.iterdir())
+
+
 def test_metrics_that_belong_to_nobody_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
     run(tmp_path, "epochs=1", expect=2)

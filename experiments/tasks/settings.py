@@ -51,10 +51,12 @@ def text(key: str, value: object) -> None:
         raise CdgrabError(f"{key} must be text, got {value!r}")
 
 
-def filled(key: str, value: object) -> None:
-    """Text that is not empty."""
+def folder_name(key: str, value: object) -> None:
+    """Text that names a folder, and none elsewhere."""
     if not isinstance(value, str) or not value:
         raise CdgrabError(f"{key} must be text, got {value!r}")
+    if "/" in value or value in (".", "..") or not value.isprintable():
+        raise CdgrabError(f"{key} must be the name of a folder, got {value!r}")
 
 
 def by_size(key: str, value: object) -> None:

@@ -23,8 +23,8 @@ from experiments.tasks.settings import (
     Check,
     by_size,
     complaints,
-    filled,
     flag,
+    folder_name,
     number,
     one_of,
     text,
@@ -43,7 +43,7 @@ DATA_SETTINGS: dict[str, Check] = {
     "data": one_of("auto", "embedded"),
     "data_root": text,
     "run_dir": text,
-    "name": filled,
+    "name": folder_name,
 }
 SETTINGS: dict[str, Check] = {
     "workers": whole(1),

@@ -281,6 +281,8 @@ def _log_file(run: Run, rank: int) -> Iterator[None]:
     """Every rank writes its own log, crashes of the interpreter included."""
     folder = run.directory / "logs"
     folder.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        raise CdgrabError(f"{folder} is a link, and logs are not written through links; choose another run_dir")
     handler = _LogFile(folder / f"rank{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.handleError = lambda record: None  # a full disk is reported once, in one sentence
