@@ -1,6 +1,7 @@
 """What all results say (`make report`): the papers' claims beside ours in results/PAPER.md, the verdicts of studies in
 results/STUDIES.md, the tables of README.md and docs/, everything under results/runs but trials in one table,
-results/REPORT.md, and all of it on one page to look at closely, results/report/index.html."""
+results/REPORT.md, and all of it on one page to look at closely, results/report/index.html. Sweeps of one's own get
+their tables and figures under results/trial/figures."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import sys
 
 from cdgrab.errors import CdgrabError
 from experiments.early import exit_status
-from experiments.report import pages, scoreboard, tables
+from experiments.report import own, pages, scoreboard, tables
 from experiments.report.page import build
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
@@ -37,6 +38,8 @@ def write() -> None:
     for page in pages.files():
         write_atomically(page, pages.filled(page.read_text()))
     print(f"{report}\n{build.write(build.collected()).relative_to(ROOT)}")
+    for path in own.write():
+        print(path.relative_to(ROOT))
 
 
 def paper() -> str:

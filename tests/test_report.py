@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from synthetic_runs import write_run
+from synthetic_runs import cells_of, write_run
 
+from experiments.report import own, plots
 from experiments.report import tables as report
 from experiments.report.runs import Group
 from experiments.report.statistics import paired_p
@@ -81,3 +82,21 @@ def test_a_damaged_run_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert write_report.main() == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "manifest.json cannot be read" in printed
+
+
+def test_a_sweep_of_ones_own_gets_its_table_and_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "RESULTS", tmp_path)
+    monkeypatch.setattr(own, "home", lambda trial: tmp_path)
+    rates = {"x,lr=0.1": 0.1, "x": 0.005, "x,lr=0.01": 0.01}
+    for folder, rate in rates.items():
+        for sorter, label, loss in (("cd_grab", "CD-GraB", 0.5), ("d_rr", "D-RR", 0.75)):
+            for batch, more in ((16, ""), (32, ",batch=32")):
+                where = tmp_path / "runs" / "made_up" / "adhoc" / f"{folder}{more}"
+                write_run(where, sorter, label, 0, [1.0, loss], **{"task.lr": rate, "task.batch": batch})
+    write_run(tmp_path / "runs" / "made_up" / "fig3a_lr_hmda" / "x", "cd_grab", "CD-GraB", 0, [1.0])  # the paper's
+    with plots.words_only():
+        drawn = own.write()
+    assert [path.name for path in drawn] == ["made_up-adhoc-x.png", "made_up-adhoc-x,batch=32.png"]
+    rows = cells_of((tmp_path / "figures" / "made_up-adhoc-x.md").read_text())
+    assert [row[:2] for row in rows[2:8]] == [[f"lr {r}", s] for r in (0.005, 0.01, 0.1) for s in ("CD-GraB", "D-RR")]
+    assert rows[2][4] == "0.500000" and rows[3][4] == "0.750000"

@@ -135,9 +135,9 @@ def finish(figure: Figure, title: str, caption: str) -> Figure:
     return figure
 
 
-def save(figure: Figure, name: str) -> list[Path]:
-    """PNG and PDF under results/figures; the same results give the same bytes."""
-    folder = figures_folder()
+def save(figure: Figure, name: str, folder: Path | None = None) -> list[Path]:
+    """PNG and PDF under results/figures, or in this folder; the same results give the same bytes."""
+    folder = folder or figures_folder()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.png", folder / f"{name}.pdf"]
     if not _drawing.get():
