@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 
 from experiments import early, screen  # before the imports that take seconds
@@ -28,6 +29,7 @@ from experiments.report import tables as report
 from experiments.report.manifests import without
 from experiments.report.notebook import execute
 from experiments.report.runs import Group, groups, sweeps
+from experiments.report.text import for_terminal
 from experiments.store.files import ROOT, home
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
@@ -73,7 +75,8 @@ def reproduce_all(overrides: list[str], seeds: int | None) -> int:
     page = home(trial=True) / "figures" / "all.md"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
-    print(f"\n{text}\n{page.relative_to(ROOT)}")
+    _show(f"\n{text}")
+    print(page.relative_to(ROOT))
     return next(iter(failed.values()), 0)
 
 
@@ -109,7 +112,7 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
         notebook = execute(experiment, CDGRAB_FIGURES=str(figures))
     name = f"{experiment}-{without(run.directory.parent.name, config.columns)}"
     print()
-    print((figures / f"{name}.md").read_text())
+    _show((figures / f"{name}.md").read_text())
     for path in (figures / f"{name}.png", notebook):
         print(path.relative_to(ROOT))
     if rows is not None:
@@ -149,6 +152,10 @@ def _columns_with_files(experiment: str, overrides: list[str]) -> list[str]:
     for value, error in missing.items() if columns else ():
         print(f"skipped {value}: {error}")
     return columns
+
+
+def _show(page: str) -> None:
+    print(for_terminal(page, shutil.get_terminal_size().columns) if sys.stdout.isatty() else page)
 
 
 def _made(run: Run) -> list[Group]:

@@ -1,11 +1,14 @@
 """Significance against printed values, and the table of all tasks against numbers computed by hand."""
 
 import math
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic_runs import cells_of, write_run
 
-from experiments.report import own, plots
+from experiments.report import own, plots, text
 from experiments.report import tables as report
 from experiments.report.runs import Group
 from experiments.report.statistics import paired_p
@@ -100,3 +103,15 @@ def test_a_sweep_of_ones_own_gets_its_table_and_figure(tmp_path, monkeypatch):
     rows = cells_of((tmp_path / "figures" / "made_up-adhoc-x.md").read_text())
     assert [row[:2] for row in rows[2:8]] == [[f"lr {r}", s] for r in (0.005, 0.01, 0.1) for s in ("CD-GraB", "D-RR")]
     assert rows[2][4] == "0.500000" and rows[3][4] == "0.750000"
+
+
+words = st.lists(st.text("abc", min_size=1, max_size=9), max_size=5).map(" ".join)
+
+
+@given(table=st.lists(st.lists(words, min_size=3, max_size=3), min_size=2, max_size=5))
+def test_pages_fit_a_terminal_and_lose_no_word(table):
+    page = "A line of words that is longer than the terminal is wide.\n\n"
+    page += text.markdown([dict(zip("xyz", row, strict=True)) for row in table])
+    shown = text.for_terminal(page, 60)
+    assert max(map(len, shown.splitlines())) <= 60
+    assert sorted(re.findall(r"\w+", shown)) == sorted(re.findall(r"\w+", page))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from itertools import zip_longest
 
 from experiments.report.kinds import Series
 from experiments.store.files import figures_folder
 
+READABLE = 12  # characters: narrower cells are not broken
 FEWEST_SEEDS = 3  # for a spread, a band or a p value
 
 
@@ -24,6 +27,43 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def narrow(page: str) -> str:
     """Tables without padding, which long cells make very wide."""
     return re.sub(r"^ *\|.*$", lambda line: re.sub(r"-{2,}", "---", re.sub(r" +\|", " |", line[0])), page, flags=re.M)
+
+
+def for_terminal(page: str, columns: int) -> str:
+    """The same in so many columns: wide tables stand on their side, or their widest cells take several lines."""
+    blocks = re.findall(r"(?:^\|.*\n?)+|^.*\n?", page, flags=re.M)
+    return "\n".join(_fitted(block.rstrip("\n"), columns) for block in blocks if block)
+
+
+def _fitted(block: str, columns: int) -> str:
+    if not block.startswith("|"):
+        return textwrap.fill(block.rstrip(), columns, break_long_words=False, break_on_hyphens=False)
+    if _width(block) <= columns:
+        return block
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    cells = [lines[0], *lines[2:]]
+    narrowest = min((cells, list(zip(*cells, strict=True))), key=lambda rows: _width(_drawn(rows)))
+    return _drawn(_broken(narrowest, _width(_drawn(narrowest)) - columns))
+
+
+def _broken(cells: Sequence[Sequence[str]], excess: int) -> list[Sequence[str]]:
+    """Cells of the widest columns take several lines, so that the table loses so many characters, if it can."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    while excess > 0 and max(widths) > READABLE:
+        widths[widths.index(max(widths))] -= 1
+        excess -= 1
+    parts = [[textwrap.wrap(cell, max(1, width)) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    return [line for row in parts for line in zip_longest(*row, fillvalue="")]
+
+
+def _drawn(cells: Sequence[Sequence[str]]) -> str:
+    names = [str(number) for number in range(len(cells[0]))]  # a table may have the same heading twice
+    lines = markdown([dict(zip(names, row, strict=True)) for row in cells]).splitlines()
+    return "\n".join([lines[2], lines[1], *lines[3:]])
+
+
+def _width(block: str) -> int:
+    return max(map(len, block.splitlines()))
 
 
 def table(rows: Callable[..., Iterator[dict[str, str]]]) -> Callable[..., str]:
