@@ -5,6 +5,8 @@ import torch
 from process_runs import PROCESSES
 from sparsify_checks import DDP, PAUSE, SHAPES, VARIANTS, trained_alone, trajectory
 
+from cdgrab.errors import CollectiveError, MissingError
+from cdgrab.runtime.agreement import refuse_different_ranks
 from cdgrab.runtime.group import WorkerGroup
 
 
@@ -62,6 +64,15 @@ def test_hooks_that_differ_between_ranks_are_refused(found):
     density, name = found[2]["different"]
     assert "density is 0.1 on process 0 and something else on others" in density
     assert "name is 'topk' on process 0 and something else on others" in name
+
+
+def test_a_rank_that_makes_a_hook_alone_is_told(monkeypatch):
+    def nobody_comes(group, tensor):
+        raise CollectiveError("all-gather", 1, "timed out")
+
+    monkeypatch.setattr(WorkerGroup, "gather", nobody_comes)
+    with pytest.raises(MissingError, match="rank 0 waited in vain: every process needs the same hook"):
+        refuse_different_ranks(WorkerGroup(2, 0, 2), {"density": 0.1}, "the same hook")
 
 
 def test_nothing_is_lost_that_is_owed_to_parameters_that_are_not_used(found):
