@@ -15,6 +15,11 @@ import os
 import sys
 from collections.abc import Iterable
 
+from experiments import screen  # before the imports that take seconds
+
+if __name__ == "__main__":
+    screen.begin()
+
 import torch
 from tqdm import tqdm
 
@@ -43,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(overrides: list[str]) -> None:
     keep_freed_memory()
     study = compose_study(overrides)
+    screen.show(None)  # there is a bar from now on
     torch.set_num_threads(1)  # gives the same sums on every machine
 
     def progress(results: Iterable[tuple[Part, dict]], total: int) -> tqdm:
@@ -52,7 +58,8 @@ def run(overrides: list[str]) -> None:
     carry_out(study, progress, _jobs(study, overrides))
     figures = home(study.trial) / "figures"
     chosen = {"CDGRAB_STUDY": str(study.directory.resolve()), "CDGRAB_FIGURES": str(figures)}
-    notebook = execute(f"study_{study.name}", **chosen)
+    with screen.doing("drawing the figures"):
+        notebook = execute(f"study_{study.name}", **chosen)
     print(f"\n{summary(study)}")
     for path in (figures / f"{study.figure_name()}.png", notebook, write_collection(study.trial)):
         print(path.relative_to(ROOT))

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import sys
 
+from experiments import screen  # before the imports that take seconds
+
+if __name__ == "__main__":
+    screen.begin()
+
 from cdgrab.errors import CdgrabError
 from experiments.report.notebook import FOLDER, execute
 from scripts.arguments import Parser
@@ -24,7 +29,9 @@ def main() -> int:
     status = 0
     for name in arguments.names or names:
         try:
-            print(execute(name, arguments.in_place), flush=True)
+            with screen.doing(f"executing {name}"):
+                path = execute(name, arguments.in_place)
+            print(path, flush=True)
         except CdgrabError as error:
             if "no finished runs" in str(error):
                 print(f"skipped: {error}", flush=True)

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import sys
 
+from experiments import screen  # before the imports that take seconds
+
+if __name__ == "__main__":
+    screen.begin()
+
 from cdgrab.errors import CdgrabError
 from experiments.early import exit_status
 from experiments.report import own, pages, scoreboard, tables
@@ -25,21 +30,23 @@ def main() -> int:
 
 def write() -> None:
     rows = []
-    for experiment in PUBLISHED:
-        folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
-        found = [group for group in map(Group, folders) if group.manifests and not group.trial]
-        rows += tables.comparison(experiment, found)
+    with screen.doing("reading all runs"):
+        for experiment in PUBLISHED:
+            folders = sorted((RESULTS / "runs").glob(f"*/{experiment}/*/"))
+            found = [group for group in map(Group, folders) if group.manifests and not group.trial]
+            rows += tables.comparison(experiment, found)
     if not rows:
         raise CdgrabError(f"no finished runs of CD-GraB and D-RR under {RESULTS / 'runs'}")
     report = f"# CD-GraB against D-RR\n\n{tables.HEADNOTE}\n\n{markdown(rows)}\n"
     write_atomically(RESULTS / "REPORT.md", report)
-    write_atomically(RESULTS / "PAPER.md", paper())
-    write_collection()
-    for page in pages.files():
-        write_atomically(page, pages.filled(page.read_text()))
-    print(f"{report}\n{build.write(build.collected()).relative_to(ROOT)}")
-    for path in own.write():
-        print(path.relative_to(ROOT))
+    with screen.doing("judging every claim"):
+        write_atomically(RESULTS / "PAPER.md", paper())
+        write_collection()
+    with screen.doing("writing the pages"):
+        for page in pages.files():
+            write_atomically(page, pages.filled(page.read_text()))
+        written = [build.write(build.collected()), *own.write()]
+    print(report, *(path.relative_to(ROOT) for path in written), sep="\n")
 
 
 def paper() -> str:
