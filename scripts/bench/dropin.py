@@ -264,6 +264,7 @@ def main(target: str, scripts: str, name: str, device: str, sketch: str, *limits
     if "," not in scripts:
         return_freed_memory()
         load_code(device)
+        script(MODELS["tiny"], device, 4, scripts == "ours", sketch)[0]()  # loads the rest, which is larger
     steps, fewest, most = map(int, limits[:3])
     found = _measured(tuple(scripts.split(",")), name, device, sketch, steps, fewest, most, float(limits[3]))
     report(target, found)
