@@ -26,6 +26,7 @@ from tqdm import tqdm
 from cdgrab.checks import count
 from experiments.early import exit_status
 from experiments.report.notebook import execute
+from experiments.report.text import show
 from experiments.store.files import ROOT, home
 from experiments.studies.base import Study, carry_out, compose_study
 from experiments.studies.collection import summary, write_collection
@@ -60,7 +61,7 @@ def run(overrides: list[str]) -> None:
     chosen = {"CDGRAB_STUDY": str(study.directory.resolve()), "CDGRAB_FIGURES": str(figures)}
     with screen.doing("drawing the figures"):
         notebook = execute(f"study_{study.name}", **chosen)
-    print(f"\n{summary(study)}")
+    show(f"\n{summary(study)}")
     for path in (figures / f"{study.figure_name()}.png", notebook, write_collection(study.trial)):
         print(path.relative_to(ROOT))
 

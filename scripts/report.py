@@ -19,7 +19,7 @@ from experiments.report.page import build
 from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group
 from experiments.report.study_claims import STUDIES
-from experiments.report.text import markdown
+from experiments.report.text import markdown, show
 from experiments.store.files import RESULTS, ROOT, write_atomically
 from experiments.studies.collection import finished, verdicts, write_collection
 
@@ -46,7 +46,8 @@ def write() -> None:
         for page in pages.files():
             write_atomically(page, pages.filled(page.read_text()))
         written = [build.write(build.collected()), *own.write()]
-    print(report, *(path.relative_to(ROOT) for path in written), sep="\n")
+    show(report)
+    print(*(path.relative_to(ROOT) for path in written), sep="\n")
 
 
 def paper() -> str:

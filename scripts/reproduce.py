@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 
 from experiments import early, screen  # before the imports that take seconds
@@ -26,10 +25,10 @@ from omegaconf import DictConfig
 from cdgrab.errors import CdgrabError, DivergedError
 from experiments import launch
 from experiments.report import tables as report
+from experiments.report import text
 from experiments.report.manifests import without
 from experiments.report.notebook import execute
 from experiments.report.runs import Group, groups, sweeps
-from experiments.report.text import for_terminal
 from experiments.store.files import ROOT, home
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
@@ -70,12 +69,12 @@ def reproduce_all(overrides: list[str], seeds: int | None) -> int:
             return status
         if status:
             failed[task] = status
-    text = f"{report.HEADNOTE}\n\n{report.markdown(rows)}\n" if rows else "no task finished\n"
-    text += "".join(f"\nfailed: {task} (exit status {status})\n" for task, status in failed.items())
+    table = f"{report.HEADNOTE}\n\n{report.markdown(rows)}\n" if rows else "no task finished\n"
+    table += "".join(f"\nfailed: {task} (exit status {status})\n" for task, status in failed.items())
     page = home(trial=True) / "figures" / "all.md"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(text)
-    _show(f"\n{text}")
+    page.write_text(table)
+    text.show(f"\n{table}")
     print(page.relative_to(ROOT))
     return next(iter(failed.values()), 0)
 
@@ -112,7 +111,7 @@ def reproduce(experiment: str, overrides: list[str], seeds: int | None, rows: li
         notebook = execute(experiment, CDGRAB_FIGURES=str(figures))
     name = f"{experiment}-{without(run.directory.parent.name, config.columns)}"
     print()
-    _show((figures / f"{name}.md").read_text())
+    text.show((figures / f"{name}.md").read_text())
     for path in (figures / f"{name}.png", notebook):
         print(path.relative_to(ROOT))
     if rows is not None:
@@ -152,10 +151,6 @@ def _columns_with_files(experiment: str, overrides: list[str]) -> list[str]:
     for value, error in missing.items() if columns else ():
         print(f"skipped {value}: {error}")
     return columns
-
-
-def _show(page: str) -> None:
-    print(for_terminal(page, shutil.get_terminal_size().columns) if sys.stdout.isatty() else page)
 
 
 def _made(run: Run) -> list[Group]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -27,6 +29,11 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def narrow(page: str) -> str:
     """Tables without padding, which long cells make very wide."""
     return re.sub(r"^ *\|.*$", lambda line: re.sub(r"-{2,}", "---", re.sub(r" +\|", " |", line[0])), page, flags=re.M)
+
+
+def show(page: str) -> None:
+    """Print it, on a terminal as wide as that."""
+    print(for_terminal(page, shutil.get_terminal_size().columns) if sys.stdout.isatty() else page, flush=True)
 
 
 def for_terminal(page: str, columns: int) -> str:
