@@ -38,7 +38,7 @@ from experiments.training.memory import return_freed_memory
 from scripts.bench import hosts
 from scripts.bench.measure import report, summary
 from scripts.bench.memory import load_code, resident
-from scripts.bench.models import MODELS, Trained
+from scripts.bench.models import MODELS, TINY, Trained
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def main(target: str, scripts: str, name: str, device: str, sketch: str, *limits
     if "," not in scripts:
         return_freed_memory()
         load_code(device)
-        script(MODELS["tiny"], device, 4, scripts == "ours", sketch)[0]()  # loads the rest, which is larger
+        script(TINY, device, 4, scripts == "ours", sketch)[0]()  # loads the rest, which is larger
     steps, fewest, most = map(int, limits[:3])
     found = _measured(tuple(scripts.split(",")), name, device, sketch, steps, fewest, most, float(limits[3]))
     report(target, found)

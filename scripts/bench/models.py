@@ -87,8 +87,8 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
+TINY = Trained(partial(_perceptron, 64, 8, 10), 32, (1, 8, 8))  # to load code with
 MODELS = {
-    "tiny": Trained(partial(_perceptron, 64, 8, 10), 32, (1, 8, 8)),
     "linear": Trained(partial(_perceptron, 64, 940, 940, 10), 32, (1, 8, 8)),
     "convolutional": Trained(_convolutional, 32, (1, 8, 8)),
     "mlp": Trained(partial(_perceptron, 784, 2048, 2048, 10), 64, (784,)),
