@@ -9,7 +9,7 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
                           and two pieces of a bucket (DDP; on a CPU up to 8 MB) or a module (FSDP) on their way
-                          (and up to 2 more in the second step, in which DDP regroups its buckets)
+                          (and up to 3 more in the second step, in which DDP regroups its buckets)
 
 Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
 to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
