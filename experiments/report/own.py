@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.report import figures, plots, tables
+from experiments.report.claims import FROM_THEIR_WEIGHTS
 from experiments.report.manifests import short
 from experiments.report.names import LOSS, task_name
 from experiments.report.published import PUBLISHED
@@ -25,7 +26,7 @@ def write() -> list[Path]:
 
 
 def _drawn(experiment: Path) -> Iterator[Path]:
-    if experiment.name in PUBLISHED:
+    if experiment.name in {*PUBLISHED, FROM_THEIR_WEIGHTS.source}:
         return
     target = home(trial=True) / "figures"
     target.mkdir(parents=True, exist_ok=True)
