@@ -111,5 +111,6 @@ def test_parallel_runs_share_one_line_and_print_through_the_first_process(monkey
 
 def test_other_processes_of_a_run_show_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(screen, "_screen", screen._Screen())  # another test may have begun
     screen.begin()
     assert screen._screen.stream is None and not screen.has_status_line()
