@@ -121,3 +121,13 @@ def search_path_of_its_own():
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_stays():
+    """Which files share a process depends on how fast they are: what one leaves behind would break another at random."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a process group stays behind")

@@ -12,7 +12,9 @@ Every call is added to results/reliability.json (with changed code: results/tria
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import itertools
 import logging
 import math
 import multiprocessing
@@ -63,18 +65,17 @@ PORTION, LANES = 2000, 2  # inputs per process, processes at the same time
 def fuzz(kind: str, inputs: int, generator: random.Random, scratch: Path) -> Counter:
     """Counts of inputs that were taken and refused, and of each finding."""
     found: Counter = Counter()
-    attempts = KINDS[kind][0](generator, scratch)
-    for _ in range(inputs):
-        attempt = next(attempts)
-        try:
-            attempt()
-            found["taken"] += 1
-        except (CdgrabError, OSError) as error:  # commands make one sentence of both
-            words = file_error(error) if isinstance(error, OSError) else str(error)
-            found["refused" if words and "\n" not in words else f"not one sentence: {words}"] += 1
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            found[f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {str(error)[:200]}"] += 1
+    with contextlib.closing(KINDS[kind][0](generator, scratch)) as attempts:
+        for attempt in itertools.islice(attempts, inputs):
+            try:
+                attempt()
+                found["taken"] += 1
+            except (CdgrabError, OSError) as error:  # commands make one sentence of both
+                words = file_error(error) if isinstance(error, OSError) else str(error)
+                found["refused" if words and "\n" not in words else f"not one sentence: {words}"] += 1
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                found[f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {str(error)[:200]}"] += 1
     if os.path.exists(MADE):
         os.rmdir(MADE)
         found["a checkpoint was executed"] += 1

@@ -46,8 +46,19 @@ def calls(generator: random.Random, scratch: Path) -> Iterator[Callable[[], obje
         if refused:
             raise refused
 
-    while True:
-        yield partial(attempt, generator.choice(kinds))
+    with _connected():
+        while True:
+            yield partial(attempt, generator.choice(kinds))
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """DDP wants a process group, here of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _carry_out(user: object, call: Call) -> object:
@@ -117,8 +128,6 @@ class _Hook:
     """A sparsifier that averages the gradients of a DDP model."""
 
     def __init__(self, name: str) -> None:
-        if not distributed.is_initialized():
-            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         torch.manual_seed(0)
         self._name, self._plain = name, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         self._model, self._made = nn.parallel.DistributedDataParallel(self._plain), None
