@@ -125,7 +125,7 @@ def search_path_of_its_own():
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_stays():
-    """Which files share a process depends on how fast they are: what one leaves behind would break another at random."""
+    """Which files share a process depends on how fast they are: what one leaves behind breaks another at random."""
     yield
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_initialized():

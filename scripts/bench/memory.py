@@ -7,8 +7,8 @@ of each of them, since a pair's first one is gone when its second one is compute
 difference; freed memory goes back to the system at once, unlike in ordinary runs, so that peaks are what is needed and
 not what happens to be kept.
 
-By use, as in the paper's Figure 8: what model and optimiser hold and, on a GPU with a process for each worker, the most
-that every phase of a step needs beyond what is there when it begins, in an epoch of its own.
+By use, as in the paper's Figure 8: what model and optimiser hold and, with a process for each worker, the most that
+every phase of a step needs beyond what is there when it begins, in an epoch of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from cdgrab.balance import kernels
 from experiments.studies.timing import SORTERS, make_trainer, train_epoch, under_torchrun
@@ -34,6 +35,7 @@ WORKERS = {"smoke": (2,), "quick": (2, 4, 8), "full": (2, 4, 8)}
 RUNS = {"smoke": 1, "quick": 1, "full": 5}  # each gives a number per process
 STEPS = {"smoke": 4, "quick": 8, "full": 40}
 EPOCHS = 2
+MARK = "end of "  # of a phase, among the profiler's events
 describe = (
     "{workers} workers, {processes} processes: {extra_bytes:,} bytes extra, {extra_per_parameter} floats per parameter"
 ).format_map
@@ -109,7 +111,7 @@ def resident(entry: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
 
 
-class Uses(Clock):
+class GpuUses(Clock):
     """A clock that looks at the GPU's memory, too. `most`: by phase, the most bytes that it needed beyond those that
     were there when it began."""
 
@@ -128,16 +130,47 @@ class Uses(Clock):
         self._there = torch.cuda.memory_allocated()
 
 
+class CpuUses(Clock):
+    """The same on a CPU, from the tensors that PyTorch's profiler sees come and go. Their bytes are counted, whether or
+    not they are ever written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+
+    def append(self, mark: tuple[str, float]) -> None:
+        super().append(mark)
+        with record_function(MARK + mark[0]):
+            pass
+
+    @property
+    def most(self) -> dict[str, int]:
+        self._profiler.stop()
+        events = sorted(self._profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        found, live, there, highest = dict.fromkeys(PHASES, 0), 0, 0, 0
+        for event in events:
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                highest = max(highest, live)
+            elif event.name().startswith(MARK):
+                phase = event.name().removeprefix(MARK)
+                found[phase] = max(found[phase], highest - there)
+                there = highest = live
+        return found
+
+
 def uses(trainer: Trainer, order: Tensor) -> dict[str, int]:
     """Bytes by use. Of captured steps no phases are known: they have all their memory from the beginning."""
     loop = trainer.loop
     held = {"model": loop.parameters.nbytes, "optimiser": sum(state.nbytes for state in loop.optimiser.state)}
-    if trainer.device.type != "cuda" or isinstance(loop, CapturedSteps):
+    if isinstance(loop, CapturedSteps):
         return held
-    clock = Uses()
+    clock = GpuUses() if trainer.device.type == "cuda" else CpuUses()
     train_epoch(trainer, order, EPOCHS, clock=clock)
-    phases = {phase: clock.most[phase] for phase in ("gradients", "communication", "ordering")}
-    return held | {"optimiser": held["optimiser"] + clock.most["optimiser"]} | phases
+    most = clock.most
+    phases = {phase: most[phase] for phase in ("gradients", "communication", "ordering")}
+    return held | {"optimiser": held["optimiser"] + most["optimiser"]} | phases
 
 
 def main(target: str, *settings: str) -> None:
