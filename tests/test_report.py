@@ -115,3 +115,12 @@ def test_pages_fit_a_terminal_and_lose_no_word(table):
     shown = text.for_terminal(page, 60)
     assert max(map(len, shown.splitlines())) <= 60
     assert sorted(re.findall(r"\w+", shown)) == sorted(re.findall(r"\w+", page))
+
+
+def test_narrow_tables_keep_the_options_of_commands():
+    rows = [{"what": "one", "command": "`python -m scripts.bench --size full`"}, {"what": "a -- b", "command": "–"}]
+    page = text.narrow(f"A sentence -- and\n{text.markdown(rows)}")
+    assert page.splitlines() == [
+        *("A sentence -- and", "| what | command |", "|---|---|"),
+        *("| one | `python -m scripts.bench --size full` |", "| a -- b | – |"),
+    ]

@@ -28,7 +28,11 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 def narrow(page: str) -> str:
     """Tables without padding, which long cells make very wide."""
-    return re.sub(r"^ *\|.*$", lambda line: re.sub(r"-{2,}", "---", re.sub(r" +\|", " |", line[0])), page, flags=re.M)
+
+    def narrowed(line: re.Match) -> str:
+        return re.sub(r"\|-{2,}(?=\|)", "|---", re.sub(r" +\|", " |", line[0]))
+
+    return re.sub(r"^ *\|.*$", narrowed, page, flags=re.M)
 
 
 def show(page: str) -> None:
