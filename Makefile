@@ -97,10 +97,10 @@ check-results: $(READY) ## do notebooks, tables, PAPER.md, STUDIES.md, README.md
 	@$(BIN)/python -m scripts.check_results
 
 docs: $(READY) ## the documentation as a website: build/docs/index.html
-	@$(BIN)/mkdocs build --quiet --clean && echo "build/docs/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean && echo "build/docs/index.html"
 
 docs-serve: $(READY) ## show the documentation while you write it: http://127.0.0.1:8000
-	@$(BIN)/mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 package: $(READY) ## wheel and source distribution, checked: build/package
 	@rm -rf build/package && $(BIN)/python -m hatchling build -d build/package >/dev/null && $(BIN)/twine check --strict build/package/*

@@ -24,10 +24,10 @@ def main(folder: str, sorter: str = "cd_grab", epochs: str = "20", seed: str = "
     model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
     settings = {"sorter": sorter, "seed": int(seed), "accumulation_steps": ACCUMULATE, "drop_last": True}
-    sampler = OrderedBatchSampler(train, 8, **settings)
-    sampler.attach(model, scaler=scaler)
+    sampler = OrderedBatchSampler(train, 8, **settings).attach(model, scaler=scaler)
     holders = {"model": model, "optimiser": optimiser, "scaler": scaler, "sampler": sampler}
-    done, path = 0, os.path.join(folder, "checkpoint.pt")
+    os.makedirs(folder, exist_ok=True)
+    done, path = 0, f"{folder}/checkpoint.pt"
     if os.path.exists(path):
         saved = torch.load(path, weights_only=True)
         done = saved["done"]

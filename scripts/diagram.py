@@ -45,7 +45,8 @@ def draw(path: Path) -> None:
     left[:, 0::2], left[:, 1::2] = signs.T > 0, signs.T < 0
     following = rules.reorder_pairs(order, signs.T)
     with plt.rc_context({"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "cdgrab"}):
-        figure, panels = plt.subplots(1, 4, figsize=(11.5, 2.9), width_ratios=(1.15, 0.85, 1, 1.15))
+        figure, axes = plt.subplots(2, 2, figsize=(6.4, 4.4))  # not wide: it has to be read on a phone, too
+        panels = axes.flat
         for panel, title in zip(panels, TITLES, strict=True):
             panel.set_title(title, fontsize=9, loc="left")
             panel.axis("off")
@@ -53,7 +54,7 @@ def draw(path: Path) -> None:
         _arrows(panels[1], differences, signs)
         _walk(panels[2], differences, signs)
         _units(panels[3], following, (torch.arange(UNITS) < UNITS // 2).expand(WORKERS, -1))
-        figure.tight_layout(w_pad=2.5)
+        figure.tight_layout(w_pad=2.5, h_pad=2.0)
         figure.savefig(path, metadata={"Date": None}, transparent=False)
         plt.close(figure)
 

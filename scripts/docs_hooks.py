@@ -1,5 +1,6 @@
 """Hooks of MkDocs. Pages link to files of the repository by paths that work wherever it is read; here those of the
-website take their place: figures and pages that lie outside of docs/ become part of it."""
+website take their place: figures and pages that lie outside of docs/ become part of it, and a link to a recipe that
+stands in a line alone becomes the recipe."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ PAGES = {  # names on the website, and files of the repository
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
+RECIPE = re.compile(r"^\[(examples/\w+\.py)\]\(\.\./\1\)$", re.M)
 LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 
 
@@ -33,8 +35,13 @@ def _stored(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    markdown = RECIPE.sub(_code, markdown)
     beside = (ROOT / PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     return LINK.sub(lambda link: _on_the_website(link, beside), markdown)
+
+
+def _code(recipe: re.Match) -> str:
+    return f"```python\n{(ROOT / recipe[1]).read_text()}```"
 
 
 def _on_the_website(link: re.Match, beside: Path) -> str:

@@ -1,11 +1,12 @@
 """README and documentation: short enough, linked, and with code that runs."""
 
+import html
 import re
-import shlex
-import subprocess
 
+import page_commands
 import pytest
 import torch
+from test_examples import ALONE, ON_TWO_PROCESSES
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,6 +14,7 @@ from experiments.report import pages
 from experiments.store.files import ROOT
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+COMMAND = re.compile(r"`((?:make|python|torchrun|pip) [^`…<|[]*(?:'[^`]*')?)`")
 
 
 def blocks(language):
@@ -20,8 +22,13 @@ def blocks(language):
         pytest.param(code, id=f"{path.name}-{number}")
         for path in pages.files()
         for number, (its, code) in enumerate(BLOCK.findall(path.read_text()))
-        if its == language and "--8<--" not in code  # what is included is run by other tests
+        if its == language
     ]
+
+
+def recipes(page):
+    """That the website shows there."""
+    return pytest.importorskip("scripts.docs_hooks").RECIPE.findall(page.read_text())
 
 
 def test_the_readme_is_short_and_all_its_links_lead_somewhere():
@@ -41,6 +48,23 @@ def test_the_website_is_built_without_a_warning(tmp_path):
     build.build(config)
     assert "OrderedBatchSampler" in (tmp_path / "api.html").read_text()
     assert len(list((tmp_path / "figures").glob("*.png"))) > 10
+    assert "__index" in (tmp_path / "search" / "search_index.js").read_text()  # to search from the disk
+    for name in ("start", "recipes"):  # the website shows the code to which the pages lead
+        linked = recipes(ROOT / "docs" / f"{name}.md")
+        shown = html.unescape(re.sub(r"<[^>]*>", "", (tmp_path / f"{name}.html").read_text()))
+        assert linked and all((ROOT / recipe).read_text().strip() in shown for recipe in linked)
+    assert "https://" not in "".join(re.findall(r"<(?:script|link|img)[^>]*>", (tmp_path / "start.html").read_text()))
+
+
+def test_recipes_of_the_pages_are_those_that_tests_run():
+    shown = {recipe for path in pages.files() for recipe in recipes(path)}
+    assert shown == {f"examples/{name}.py" for name in (*ALONE, *ON_TWO_PROCESSES, "resumable")}
+
+
+def test_what_the_readme_repeats_is_the_same_there():
+    readme, start, guide = ((ROOT / name).read_text() for name in ("README.md", "docs/start.md", "docs/dropin.md"))
+    for language, code in BLOCK.findall(readme):
+        assert code.rstrip() in (guide if language == "diff" else start)
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -61,18 +85,50 @@ def test_the_two_lines_train_a_model(code):
     assert names["loss"](model, (data, data.sum(1))).item() < 0.1
 
 
-def test_commands_of_the_pages_exist():
-    targets = subprocess.run(["make", "-pRrq", "help"], cwd=ROOT, capture_output=True, text=True).stdout
-    lines = [line for block in blocks("sh") for line in block.values[0].splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines]
-    assert len(commands) > 10
-    for command in filter(None, commands):
-        if command[0] == "make":
-            goal = command[1]
-            assert re.search(rf"^({goal}|{goal.partition('-')[0]}-%):", targets, re.M), command
-        elif command[0] in ("python", "torchrun"):
-            module = command[command.index("-m") + 1].replace(".", "/") if "-m" in command else command[1]
-            found = [ROOT / module, ROOT / f"{module}.py", ROOT / module / "__main__.py"]
-            assert any(path.exists() for path in found), command
-        else:
-            assert command[0] in ("pip", "source"), command
+def commands():
+    """Of blocks, line by line, and of sentences; `make data-<task>`, `make bench [SIZE=…]` and the like are patterns,
+    and so is a FOLDER."""
+    for path in (*pages.files(), ROOT / "CONTRIBUTING.md"):
+        text = path.read_text()
+        for language, code in BLOCK.findall(text):
+            yield from (line.partition(" #")[0].strip() for line in code.splitlines() if language == "sh")
+        yield from (" ".join(found.split()) for found in COMMAND.findall(BLOCK.sub("", text)) if "FOLDER" not in found)
+
+
+def test_commands_of_the_pages_are_understood_by_the_programs_they_start(monkeypatch):
+    monkeypatch.delenv("CDGRAB_DATA", raising=False)
+    found = set(commands())
+    assert len(found) > 40 and {command.split()[0] for command in found} == {"make", "python", "torchrun", "pip"}
+    for command in sorted(found):
+        page_commands.carry_out(command)
+
+
+@pytest.mark.parametrize(
+    "misspelt",
+    [
+        "make reproduce-lr-hdma",
+        "make reprot",
+        "make reproduce-lr-hmda SEED=2",
+        "make reproduce-lr-hmda SEEDS=two",
+        "make study-sorters SIZE=smoke SORTERS=d_rr,longest_frist CDGRAB_EXTEND=examples/extend/sorter.py",
+        "make study-sorters SIZE=smoke CDGRAB_EXTENDS=examples/extend/sorter.py",
+        "make data-imagenet",
+        "make bench BENCH=dropout",
+        "python -m experiments.launch -m experiment=fig3a_lr_hdma",
+        "python -m experiments.launch -m experiment=fig3a_lr_hmda worker=2,4",
+        "python -m experiments.lunch -m experiment=fig3a_lr_hmda",
+        "python -m scripts.reproduce lr-hmda --seeds 2 --worker-count 4",
+        "python examples/extend/sorter.py task=lr_hmda epoch=3",
+        "python examples/extend/sorters.py task=lr_hmda",
+        "python examples/plane.py",
+        "torchrun --processes=4 -m experiments.train task=lr_hmda",
+        "torchrun --nproc_per_node=4 -m experiments.train task=lr_hmda task.lr=fast",
+        "pip install '/path/to/this/clone[fsat]'",
+        "pip instal /path/to/this/clone",
+        "cmake",
+    ],
+)
+def test_a_misspelt_command_is_noticed(misspelt, monkeypatch):
+    monkeypatch.delenv("CDGRAB_DATA", raising=False)
+    with pytest.raises(page_commands.Refused):
+        page_commands.carry_out(misspelt)

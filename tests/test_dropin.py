@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, SequentialSampler, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
@@ -78,9 +79,34 @@ def test_every_epoch_visits_each_example_once_in_batches_that_stay_together(drop
 
 def test_a_sampler_says_what_it_is():
     sampler = OrderedBatchSampler(dataset(), 8, sorter="grab")
-    sentence = "OrderedBatchSampler(sorter='grab', unit='batch', batches=8, processes=1, attached=False)"
+    sentence = (
+        "OrderedBatchSampler(batch_size=8, sorter='grab', seed=0, unit='batch', batches=8, processes=1, attached=False)"
+    )
     assert repr(sampler) == sentence
     assert repr(sampler.attach(network())) == sentence.replace("False", "True")
+
+
+@pytest.mark.parametrize("make_loader", [DataLoader, StatefulDataLoader])
+def test_a_loader_that_would_make_batches_of_batches_is_refused(make_loader):
+    sampler = OrderedBatchSampler(dataset(), 8, sorter="d_rr")
+    for settings in ({}, {"batch_size": 8, "drop_last": True}):
+        with pytest.raises(CdgrabError, match="batch_sampler=sampler instead of"):
+            next(iter(make_loader(dataset(), sampler=sampler, **settings)))
+    whole = next(iter(make_loader(dataset(), sampler=sampler, batch_size=None)))  # a dataset that takes a list
+    assert len(whole[0]) == 8
+
+
+def test_a_dataset_may_give_whole_batches_only():
+    class Whole:
+        def __len__(self):
+            return 6
+
+        def __getitems__(self, numbers):
+            return [10 * number for number in numbers]
+
+    sampler = OrderedBatchSampler(Whole(), 2, sorter="d_rr")
+    batches = [batch.tolist() for batch in DataLoader(Whole(), batch_sampler=sampler)]
+    assert sorted(sum(batches, [])) == [0, 10, 20, 30, 40, 50]
 
 
 def test_loader_processes_read_no_order_ahead_of_the_epochs_end():

@@ -17,6 +17,8 @@ from examples import resumable
 from experiments.store.files import ROOT
 
 UNTRAINED = 2.3  # log 10
+ALONE = ("plain", "with_trainer")  # on one process
+ON_TWO_PROCESSES = ("ddp", "ddp_sparsify", "fsdp", "with_accelerate", "with_lightning", "with_trainer")
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,13 @@ def returned(tmp_path_factory):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-@pytest.mark.parametrize("recipe", ["plain", "with_trainer"])
+@pytest.mark.parametrize("recipe", ALONE)
 def test_recipe_trains(returned, recipe):
     assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 60
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "ddp_sparsify", "fsdp", "with_accelerate", "with_lightning", "with_trainer"])
+@pytest.mark.parametrize("recipe", ON_TWO_PROCESSES)
 def test_recipe_trains_on_two_processes(returned, recipe):
     assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 60
     one, other = (returned[f"{recipe}-{rank}"] for rank in (0, 1))
@@ -70,8 +72,7 @@ def test_wrappers_of_accelerate_that_divide_or_skip_batches_are_refused():
 
 def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
     """Dropout, BatchNorm, loader processes, accumulation and a scaler; killed in the middle of the second epoch."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"  # folders that do not exist yet
     expected = resumable.main(str(whole), "cd_grab", "2")
     with started(in_a_session, str(killed), "cd_grab", "2") as process:
         while not saved_batches(killed) > 300 and process.is_alive():

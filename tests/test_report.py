@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from experiments.report import own, plots, text
 from experiments.report import tables as report
 from experiments.report.runs import Group
 from experiments.report.statistics import paired_p
+from experiments.store.files import ROOT
 from scripts import report as write_report
 
 
@@ -96,13 +99,21 @@ def test_a_sweep_of_ones_own_gets_its_table_and_figure(tmp_path, monkeypatch):
             for batch, more in ((16, ""), (32, ",batch=32")):
                 where = tmp_path / "runs" / "made_up" / "adhoc" / f"{folder}{more}"
                 write_run(where, sorter, label, 0, [1.0, loss], **{"task.lr": rate, "task.batch": batch})
-    write_run(tmp_path / "runs" / "made_up" / "fig3a_lr_hmda" / "x", "cd_grab", "CD-GraB", 0, [1.0])  # the paper's
+    for ours in own.COMMITTED:
+        write_run(tmp_path / "runs" / "made_up" / ours / "x", "cd_grab", "CD-GraB", 0, [1.0])
     with plots.words_only():
         drawn = own.write()
     assert [path.name for path in drawn] == ["made_up-adhoc-x.png", "made_up-adhoc-x,batch=32.png"]
     rows = cells_of((tmp_path / "figures" / "made_up-adhoc-x.md").read_text())
     assert [row[:2] for row in rows[2:8]] == [[f"lr {r}", s] for r in (0.005, 0.01, 0.1) for s in ("CD-GraB", "D-RR")]
     assert rows[2][4] == "0.500000" and rows[3][4] == "0.750000"
+
+
+def test_no_run_that_comes_with_a_clone_is_taken_for_ones_own():
+    listed = subprocess.run(["git", "ls-files", "results/runs"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    assert {Path(line).parts[3] for line in listed.stdout.splitlines()} <= own.COMMITTED
 
 
 words = st.lists(st.text("abc", min_size=1, max_size=9), max_size=5).map(" ".join)

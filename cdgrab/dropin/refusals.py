@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Sequence
+from types import FrameType
 
 from torch import nn
 from torch.utils.data import Sampler
@@ -35,7 +36,8 @@ def refuse_dataset(dataset: object) -> None:
         examples = len(dataset)
     except TypeError:  # it has none
         examples = 0
-    if not examples or not hasattr(dataset, "__getitem__"):  # without: a DataLoader, for example
+    by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")  # a DataLoader has neither
+    if not examples or not by_number:
         raise CdgrabError(
             "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
             "choose (a list of its examples has)"
@@ -122,6 +124,18 @@ def refuse_wrappers(sampler: object) -> None:
     for found in gc.get_referrers(*sentences) if sentences else ():  # objects refer to their classes
         if type(found) in sentences and found.batch_sampler is sampler:
             raise CdgrabError(sentences[type(found)])
+
+
+def refuse_batches_of_batches(sampler: object, caller: FrameType) -> None:
+    """DataLoader(sampler=…) makes batches of what the sampler hands out: it has a batch sampler of its own, which reads
+    ours (of torchdata's loader, an iterator that is just being made)."""
+    names = caller.f_locals
+    reader = names.get("self")
+    size = getattr(reader, "batch_size", names.get("batch_size"))
+    if size is not None and getattr(reader, "sampler", None) is sampler:
+        raise CdgrabError(
+            "the loader would make batches of whole batches: it needs batch_sampler=sampler instead of sampler=sampler"
+        )
 
 
 def refuse_threads(group: WorkerGroup, in_a_thread: bool) -> None:

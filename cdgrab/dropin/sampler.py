@@ -100,8 +100,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(sorter={self._sorter_name!r}, unit={self.unit!r}, batches={self._batches}, "
-            f"processes={self.group.world_size}, attached={self._model is not None})"
+            f"{type(self).__name__}(batch_size={self.batch_size}, sorter={self._sorter_name!r}, seed={self.seed}, "
+            f"unit={self.unit!r}, batches={self._batches}, processes={self.group.world_size}, "
+            f"attached={self._model is not None})"
         )
 
     @property
@@ -118,6 +119,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> BatchIterator:
         """The batches of the next epoch; after `load_state_dict` the rest of the interrupted one."""
         caller = sys._getframe(1)
+        refusals.refuse_batches_of_batches(self, caller)
         reader = caller if caller.f_code.co_flags & inspect.CO_GENERATOR else None
         return BatchIterator(self.ledger, self._start_epoch, reader)
 

@@ -17,6 +17,7 @@ from experiments.report.published import PUBLISHED
 from experiments.report.runs import Group, Sweep
 from experiments.store.files import RESULTS, home, write_atomically
 
+COMMITTED = {*PUBLISHED, FROM_THEIR_WEIGHTS.source, "lstm_wiki2_clip"}  # evidence that comes with a clone
 OF_A_RUN = ("seed", "sorter.", "name")  # settings in which the runs of a group may differ
 
 
@@ -26,7 +27,7 @@ def write() -> list[Path]:
 
 
 def _drawn(experiment: Path) -> Iterator[Path]:
-    if experiment.name in {*PUBLISHED, FROM_THEIR_WEIGHTS.source}:
+    if experiment.name in COMMITTED:
         return
     target = home(trial=True) / "figures"
     target.mkdir(parents=True, exist_ok=True)

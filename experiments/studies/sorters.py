@@ -8,7 +8,9 @@ from itertools import product
 import numpy as np
 from omegaconf import DictConfig
 
+from cdgrab.checks import look_up
 from cdgrab.errors import CdgrabError
+from cdgrab.sorters import SORTERS
 from experiments.report import names, plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import ALONE, BASELINE, ONE_WORKER, OURS, UNCOORDINATED
@@ -31,6 +33,8 @@ def parts(settings: DictConfig) -> Iterator[Part]:
     """One training run each."""
     if BASELINE not in settings.sorters:
         raise CdgrabError(f"study.sorters must name {BASELINE}, which all others are compared with")
+    for sorter in settings.sorters:
+        look_up("sorter", names.kind(sorter), SORTERS)
     for task, seed, sorter in product(settings.tasks, range(settings.seeds), settings.sorters):
         one_worker = {"workers": 1} if names.kind(sorter) in ONE_WORKER else {}
         case = {"task": task, "sorter": sorter, "seed": seed}
