@@ -21,7 +21,7 @@ from experiments.store.files import ROOT
 
 WORKERS, UNITS = 3, 6
 FIRST, SECOND = COLOURS[OURS], COLOURS[BASELINE]  # of a pair: who goes to the left, and who to the right
-LONG = 0.12  # half the length of an arrow for a difference of one
+LONG = 0.17  # half the length of an arrow for a difference of one
 TITLES = (
     "1  each worker visits its examples\nin this epoch's order",
     "2  differences of neighbouring\ngradients, pair by pair",
