@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.report import plots
 from experiments.report.figures_bench import caption
 from experiments.report.kinds import Figure
-from experiments.report.text import enumerated
+from experiments.report.text import enumerated, table
 from experiments.store.bench import read_rows
 
 PLAIN, ALONE, CD_GRAB = "DDP", "no exchange", "CD-GraB"
@@ -69,6 +69,26 @@ def winners(device: str) -> Iterator[str]:
         yield sentence + ("." if sparse is first else f"; of the sparsifiers {_speed(sparse)}.")
 
 
+@table
+def fastest() -> Iterator[dict[str, str]]:
+    """The same as a table, for the documentation."""
+    for rows in together(measured()):
+        seconds = {name(row): f"{row['seconds_per_step']:.3g} s" for row in rows}
+        able = sorted((row for row in rows if row["method"] != ALONE), key=lambda row: row["seconds_per_step"])
+        hidden = [_hideable_share(row) for row in rows if row["method"] == EXDYNA]
+        faster = f": {seconds[name(able[0])]}, {1 / able[0]['ratio']:.3g} times as fast as DDP"
+        yield {
+            "model": f"{rows[0]['model']}, {_millions(rows[0])}",
+            "link": _link(rows[0]),
+            "no exchange": seconds[ALONE],
+            PLAIN: seconds[PLAIN],
+            "fastest": name(able[0]) + faster * (able[0]["method"] != PLAIN),
+            f"{EXDYNA}, {SPARSE:g}": seconds.get(f"{EXDYNA}, {SPARSE:g}", "–"),
+            CD_GRAB: seconds[CD_GRAB],
+            f"of {EXDYNA}'s time, sending earlier could hide at most": enumerated(hidden),
+        }
+
+
 def standing_in_the_way(row: dict) -> str:
     """What the seconds of a step consist of. Steps, links and processors overlap, so they do not add up exactly."""
     cores = f"{row['hook_cpu_seconds']:.3g} s of a processor are the hook's own work on each process"
@@ -83,10 +103,14 @@ def hideable(device: str) -> Iterator[str]:
     """What sending while the backward pass runs could bring ExDyna: no more than the link's time, nor than that of a
     step without exchange, during which it would be hidden."""
     for rows in together(measured(device, method=EXDYNA)):
-        saved = [min(row["link_seconds"], row["alone_seconds"]) / row["seconds_per_step"] for row in rows]
-        shares = [f"{100 * share:.2g} % at {row['density']:g}" for share, row in zip(saved, rows, strict=True)]
+        shares = map(_hideable_share, rows)
         way = "sending while the backward pass runs would save at most"
         yield f"{place(rows[0])}, {EXDYNA}: {way} {enumerated(shares)}."
+
+
+def _hideable_share(row: dict) -> str:
+    share = min(row["link_seconds"], row["alone_seconds"]) / row["seconds_per_step"]
+    return f"{100 * share:.2g} % at {row['density']:g}"
 
 
 def sought() -> Iterator[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
-from experiments.report import costs
+from experiments.report import costs, figures_link
 from experiments.report.names import BASELINE, LOSS, OURS, metric_label, sorter_label
 from experiments.report.runs import Group, groups, sweeps
 from experiments.report.statistics import paired_p
@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10": cifar10,
     "costs": costs.table,
     "dropin": costs.dropin,
+    "links": figures_link.fastest,
     "scoreboard": scoreboard,
 }
 
