@@ -13,6 +13,7 @@ every phase of a step needs beyond what is there when it begins, in an epoch of 
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ describe = (
 
 
 def measure(device: str, size: str) -> Iterator[dict]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports when it starts and stops
     load_code(device)  # compiles what is not in numba's cache yet: that needs memory too
     cells = [(count, count) for count in WORKERS[size]]
     cells += [(count, 1) for count in WORKERS[size] if device == "cuda"]
