@@ -37,14 +37,26 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session")
-def on_gpu():
-    """(the module of GPU kernels, device): on a GPU, or on the CPU by Triton's interpreter."""
+def triton_device():
+    """A GPU, or the CPU with Triton's interpreter, which then checks every address that a kernel reads or writes."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")
     import torch
 
+    if torch.cuda.is_available():
+        yield "cuda"
+    else:
+        from checked_accesses import every_access_checked
+
+        with every_access_checked():
+            yield "cpu"
+
+
+@pytest.fixture(scope="session")
+def on_gpu(triton_device):
+    """(the module of GPU kernels, device)"""
     from cdgrab.balance import kernels
 
-    return kernels.optional("gpu"), "cuda" if torch.cuda.is_available() else "cpu"
+    return kernels.optional("gpu"), triton_device
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
