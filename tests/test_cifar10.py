@@ -1,5 +1,6 @@
 """CIFAR-10: the model and its per-example gradients, the files and the embedded digits, the herding metric, a run."""
 
+import gzip
 import hashlib
 import os
 import pickle
@@ -268,6 +269,34 @@ def test_download_takes_the_files_out_of_the_archive(files, tmp_path):
             opened.addfile(member)
         with pytest.raises(CdgrabError, match="not an ordinary file"):
             cifar10.download(target, origin=archive.as_uri())
+
+
+def member_of_holes(name, size):
+    """A header of GNU's sparse format, as which tarfile reads files but does not write them."""
+    header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    header[156:157], header[483:495] = tarfile.GNUTYPE_SPARSE, b"%011o\0" % size
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * ord(" ") + sum(header[156:]))
+    return bytes(header)
+
+
+@pytest.mark.parametrize("large", ["a member", "a member of holes", "what is packed", "the archive"])
+def test_an_archive_that_unpacks_to_more_than_was_published_is_refused(files, tmp_path, large, monkeypatch):
+    monkeypatch.setattr(cifar10, "WRAPPING", 2**16)
+    name, size = f"{cifar10.FOLDER}/data_batch_1", cifar10.PUBLISHED["data_batch_1"][0]
+    if large == "a member":
+        content = tarfile.TarInfo(name)
+        content.size = size + 1
+        content = content.tobuf() + bytes(2 * size)
+    elif large == "a member of holes":
+        content = member_of_holes(name, 2**32) + bytes(1024)
+    else:
+        content = (os.urandom if large == "the archive" else bytes)(6 * size + 2**16)
+    archive = tmp_path / "archive.tar.gz"
+    archive.write_bytes(gzip.compress(content, 1))
+    named = name if "member" in large else archive.as_uri()
+    with pytest.raises(CdgrabError, match=f"^{named}.* has more than [0-9,]* bytes: it is not what was published"):
+        cifar10.download(tmp_path / "target", origin=archive.as_uri())
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize(

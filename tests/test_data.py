@@ -280,6 +280,28 @@ def test_unsuitable_members_of_archives_are_refused_in_one_sentence(tmp_path, fi
     assert "\n" not in str(caught.value)
 
 
+BOMB = 3_000_000  # bytes, of which an archive needs few
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_that_unpacks_to_more_than_was_published_is_refused(tmp_path, method, monkeypatch):
+    """Also where nothing but the limit for all files is known. What has just as many bytes is taken."""
+    (tmp_path / "ZZ").mkdir()
+    archive, name = tmp_path / "ZZ" / "2017-ZZ-features.zip", "2017-ZZ-features.csv"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr(name, bytes(BOMB), method)
+    monkeypatch.setattr(hmda, "MOST", BOMB - 1)
+    with pytest.raises(CdgrabError, match=f"{name} in .* has more than 2,999,999 bytes: it is not what was published"):
+        hmda.download(tmp_path / "data", origin=tmp_path.as_uri(), states=("ZZ",))
+    assert not (tmp_path / "data").exists()
+    monkeypatch.setattr(hmda, "MOST", BOMB)
+    with pytest.raises(CdgrabError, match="2017-ZZ-protected.zip cannot be downloaded"):  # the next one
+        hmda.download(tmp_path / "data", origin=tmp_path.as_uri(), states=("ZZ",))
+    monkeypatch.setitem(hmda.PUBLISHED, name, (100, "0" * 64))
+    with pytest.raises(CdgrabError, match="more than 100 bytes"):
+        hmda.download(tmp_path / "data", origin=tmp_path.as_uri(), states=("ZZ",))
+
+
 def test_damaged_archives_are_refused_in_one_sentence_and_the_next_origin_is_tried(tmp_path):
     """Every third byte of a small archive once: what it gives then is the right file or a sentence."""
     (tmp_path / "YY").mkdir()

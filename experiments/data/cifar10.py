@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
-import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cdgrab.errors import CdgrabError
-from experiments.data.download import fetch, install, reason, sound_archive
+from experiments.data.download import WRAPPING, fetch, install, limited, reason, sound_archive
 from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root
 
 CLASSES, SIDE = 10, 32
@@ -81,14 +81,20 @@ def download(root: Path, origin: str = ORIGIN) -> list[Path]:
     """All files from the published archive; those already there and right are kept."""
 
     def unpack(folder: Path) -> None:
-        fetch(origin, folder / "archive")
-        words = f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}"
-        with sound_archive(words), tarfile.open(folder / "archive") as opened:
+        most = sum(size for size, _ in PUBLISHED.values()) + WRAPPING
+        fetch(origin, folder / "archive.gz", most)
+        with sound_archive(f"{origin} is not a tar archive that holds {', '.join(PUBLISHED)}"):
+            with gzip.open(folder / "archive.gz") as packed, open(folder / "archive", "wb") as archive:
+                archive.writelines(limited(packed, most, origin))
+            take_out(folder)
+
+    def take_out(folder: Path) -> None:
+        with tarfile.open(folder / "archive", "r:") as opened:
             for name in PUBLISHED:  # read by name, so that nothing can be written elsewhere
                 if not (member := opened.getmember(f"{FOLDER}/{name}")).isreg():
                     raise CdgrabError(f"{member.name} in {origin} is not an ordinary file")
                 with opened.extractfile(member) as source, open(folder / name, "wb") as target:
-                    shutil.copyfileobj(source, target)
+                    target.writelines(limited(source, PUBLISHED[name][0], f"{member.name} in {origin}"))
 
     return _install(root, unpack, origin)
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import http.client
 import os
-import shutil
 import stat
 import tempfile
 import urllib.error
@@ -15,12 +14,16 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from cdgrab.errors import CdgrabError, first_line
 from experiments.data.progress import progress
 from experiments.data.sources import Published, by_checksum
 
 POINTER = b"version https://git-lfs"
+MOST = 2**27  # bytes of a file whose size is not published: more than any of them has
+WRAPPING = 2**20  # bytes that an archive may have beyond what is wanted of it
+BLOCK = 2**12  # bytes read at once; zipfile takes so many packed ones, and bzip2 makes up to 20,000 of each
 
 
 def reason(error: Exception) -> str:
@@ -68,28 +71,47 @@ def install(
     return paths
 
 
-def fetch(url: str, target: Path, member: str | None = None) -> None:
-    """Download `url` to `target`, or one `member` of the zip archive at `url`, which is then kept beside it."""
-    archive = target.with_name(f"{target.name}.zip")
-    _download(url, archive if member else target)
+def fetch(url: str, target: Path, most: int = MOST, member: str | None = None) -> None:
+    """Download `url` to `target`, or one `member` of the zip archive at `url`, which is then kept beside it. A file of
+    more than `most` bytes is refused."""
     if member:
-        _extract(archive, member, target, url)
+        archive = target.with_name(f"{target.name}.zip")
+        _download(url, archive, most + WRAPPING)
+        _extract(archive, member, target, url, most)
+    else:
+        _download(url, target, most)
 
 
 def fetch_missing(folder: Path, urls: dict[str, str], published: Published) -> list[Path]:
     """Download the files that are not there or damaged."""
     site = urllib.parse.urlsplit(next(iter(urls.values()))).netloc
-    return install(folder, urls, by_checksum(published), lambda path: fetch(urls[path.name], path), site)
+
+    def write(path: Path) -> None:
+        fetch(urls[path.name], path, published[path.name][0])
+
+    return install(folder, urls, by_checksum(published), write, site)
 
 
-def _download(url: str, path: Path) -> None:
+def limited(source: BinaryIO, most: int, what: str) -> Iterator[bytes]:
+    """All that can be read, in blocks. What was made to fill the disk does not."""
+    length = 0
+    while block := source.read(BLOCK):
+        length += len(block)
+        if length > most:
+            raise CdgrabError(f"{what} has more than {most:,} bytes: it is not what was published")
+        yield block
+
+
+def _download(url: str, path: Path, most: int) -> None:
     try:
         with urllib.request.urlopen(url, timeout=60) as response, open(path, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
             with progress(total=total or None, unit="B", unit_scale=True, desc=url.rpartition("/")[2]) as bar:
-                while block := response.read(1 << 16):
+                for block in limited(response, most, url):
                     file.write(block)
                     bar.update(len(block))
+    except CdgrabError:
+        raise
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise CdgrabError(f"{url} cannot be downloaded ({reason(error)})") from error
     if total and path.stat().st_size != total:
@@ -99,14 +121,14 @@ def _download(url: str, path: Path) -> None:
             raise CdgrabError(f"{url} is a pointer to a large file, not the file itself; download it with git lfs")
 
 
-def _extract(archive: Path, member: str, path: Path, url: str) -> None:
+def _extract(archive: Path, member: str, path: Path, url: str, most: int) -> None:
     """Reads one member by name, so that nothing can be written elsewhere."""
     with sound_archive(f"{url} is not a zip archive that holds {member}"), zipfile.ZipFile(archive) as opened:
         kind = stat.S_IFMT(opened.getinfo(member).external_attr >> 16)
         if kind not in (0, stat.S_IFREG):
             raise CdgrabError(f"{member} in {url} is not an ordinary file")
         with opened.open(member) as source, open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
+            target.writelines(limited(source, most, f"{member} in {url}"))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cdgrab.errors import CdgrabError, first_line
-from experiments.data.download import fetch, install
+from experiments.data.download import MOST, fetch, install
 from experiments.data.sources import PackagedFile, Source, by_checksum, check_files, data_root, read_columns
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def download(root: Path, origin: str = ORIGIN, states: tuple[str, ...] = STATES)
     for address in (f"{origin}/{state}" for state in states):
 
         def write(path: Path, address: str = address) -> None:
-            fetch(f"{address}/{path.stem}.zip", path, member=path.name)
+            most, _ = PUBLISHED.get(path.name, (MOST, None))
+            fetch(f"{address}/{path.stem}.zip", path, most, member=path.name)
 
         try:
             return install(root / "hmda", _names(Path(address).name), by_checksum(PUBLISHED), write, address)
