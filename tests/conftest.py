@@ -3,6 +3,7 @@ tests to run: what takes long to import is left to those."""
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 
@@ -93,6 +94,32 @@ def spawned(tmp_path_factory):
             subprocess.run(command, env=os.environ | {"PYTHONPATH": search}, check=True)
             (folder / "complete").touch()
     return folder
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    reason = "pages are tried in Chromium where Selenium, chromium and chromedriver are installed"
+    webdriver = pytest.importorskip("selenium.webdriver", reason=reason)
+    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    if not all(found.values()):
+        pytest.skip(reason)
+    options = webdriver.ChromeOptions()
+    options.binary_location = found["chromium"]
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-sync"
+    for flag in (*flags.split(), "disable-component-update", "force-prefers-reduced-motion", "window-size=1280,900"):
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=found["chromedriver"])
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+# -- checkouts ---------------------------------------------------------------------------------------------------------
 
 
 def replace_in(path, changes):

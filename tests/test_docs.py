@@ -38,22 +38,42 @@ def test_the_readme_is_short_and_all_its_links_lead_somewhere():
     assert len(links) > 20 and all((ROOT / link).exists() for link in links)
 
 
-def test_the_website_is_built_without_a_warning(tmp_path):
-    """A broken link, a missing figure or a name that the API page does not find is one."""
+@pytest.fixture(scope="module")
+def website(tmp_path_factory):
+    """A broken link, a missing figure or a name that the API page does not find fails it."""
     build = pytest.importorskip("mkdocs.commands.build")
     from mkdocs.config import load_config
 
-    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    folder = tmp_path_factory.mktemp("website")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
     config.plugins.run_event("startup", command="build", dirty=False)
     build.build(config)
-    assert "OrderedBatchSampler" in (tmp_path / "api.html").read_text()
-    assert len(list((tmp_path / "figures").glob("*.png"))) > 10
-    assert "__index" in (tmp_path / "search" / "search_index.js").read_text()  # to search from the disk
+    return folder
+
+
+def test_the_website_has_all_that_pages_refer_to(website):
+    assert "OrderedBatchSampler" in (website / "api.html").read_text()
+    assert len(list((website / "figures").glob("*.png"))) > 10
+    assert "__index" in (website / "search" / "search_index.js").read_text()  # to search from the disk
     for name in ("start", "recipes"):  # the website shows the code to which the pages lead
         linked = recipes(ROOT / "docs" / f"{name}.md")
-        shown = html.unescape(re.sub(r"<[^>]*>", "", (tmp_path / f"{name}.html").read_text()))
+        shown = html.unescape(re.sub(r"<[^>]*>", "", (website / f"{name}.html").read_text()))
         assert linked and all((ROOT / recipe).read_text().strip() in shown for recipe in linked)
-    assert "https://" not in "".join(re.findall(r"<(?:script|link|img)[^>]*>", (tmp_path / "start.html").read_text()))
+    assert "https://" not in "".join(re.findall(r"<(?:script|link|img)[^>]*>", (website / "start.html").read_text()))
+
+
+def test_the_website_can_be_searched_when_it_was_opened_from_the_disk(website, browser):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((website / "index.html").as_uri())
+    browser.execute_script("document.getElementById('__search').click()")
+    browser.find_element(By.CSS_SELECTOR, ".md-search__input").send_keys("accumulation")
+    found = WebDriverWait(browser, 60).until(
+        lambda _: browser.find_elements(By.CSS_SELECTOR, ".md-search-result__link")
+    )
+    assert any("dropin.html" in link.get_attribute("href") for link in found)
+    assert browser.get_log("browser") == []
 
 
 def test_recipes_of_the_pages_are_those_that_tests_run():

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -141,32 +140,6 @@ def test_what_lines_are_about():
     assert (where.tasks, where.kind) == (["lr_hmda"], "none")
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    reason = "the page is tried in Chromium where Selenium, chromium and chromedriver are installed"
-    webdriver = pytest.importorskip("selenium.webdriver", reason=reason)
-    found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    if not all(found.values()):
-        pytest.skip(reason)
-    options = webdriver.ChromeOptions()
-    options.binary_location = found["chromium"]
-    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-    for flag in (
-        *flags.split(),
-        "disable-component-update",
-        "disable-sync",
-        "force-prefers-reduced-motion",
-        "window-size=1280,900",
-    ):
-        options.add_argument(f"--{flag}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=found["chromedriver"])
-    driver = webdriver.Chrome(options=options, service=service)
-    yield driver
-    driver.quit()
-
-
 def test_in_a_browser(browser, file, page):
     """One start for all of it: figures, hovering, zooming, filters, keyboard, phones, the console."""
     from selenium.webdriver.common.action_chains import ActionChains
@@ -228,4 +201,6 @@ def test_in_a_browser(browser, file, page):
     browser.execute_script("document.getElementById('theme').click()")
     assert number("document.documentElement.scrollWidth") <= 390
     assert number("getComputedStyle(document.body).backgroundColor") != paper
+    browser.refresh()
+    assert number("document.getElementById('scoreboard').offsetHeight") < 2 * 844  # only how many have which verdict
     assert browser.get_log("browser") == []

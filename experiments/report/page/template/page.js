@@ -108,5 +108,6 @@ all(".copy").forEach((button) => button.addEventListener("click", async () => {
   setTimeout(() => { button.textContent = "copy"; }, 1200);
 }));
 
+if (matchMedia("(max-width: 46rem)").matches) all(".group").forEach((group) => { group.open = false; }); // counts come first
 all("[data-curves]").forEach(figure);
 filter();
