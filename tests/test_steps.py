@@ -1,5 +1,7 @@
 """Captured steps against plain ones: on a CPU the same code without the capture, on a GPU the real thing."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -103,3 +105,33 @@ def test_a_run_on_a_gpu_gives_the_metrics_and_orders_of_a_cpu(task, tmp_path):
     for on_cpu, on_gpu in zip(*metrics, strict=True):
         assert on_gpu["order_hash"] == on_cpu["order_hash"]
         assert on_gpu["train_loss"] == pytest.approx(on_cpu["train_loss"], rel=1e-7)
+
+
+class Exchange:
+    """Hands out a copy of the mean as the shard."""
+
+    def average(self, mean, want_shard):
+        return mean, mean.clone()[None] if want_shard else None
+
+
+def test_a_shard_is_gone_when_the_next_gradients_are_computed():
+    run = compose(["data=embedded", "size=smoke", "task=lr_hmda", "workers=1", "compile=off", "sorter=d_rr"])
+    task = make_task(run.config, run.source, torch.device("cpu"))
+    loop = alone(run, task, WorkerGroup(1), torch.device("cpu")).loop
+    shards, alive = [], []
+    compute = loop.gradients.for_inputs
+
+    def watched(*inputs):
+        function = compute(*inputs)
+
+        def call(*arguments):
+            alive.append(sum(shard() is not None for shard in shards))
+            return function(*arguments)
+
+        return call
+
+    loop.gradients.for_inputs = watched
+    loop.averager, loop.observe_shard = Exchange(), lambda shard: shards.append(weakref.ref(shard))
+    with torch.no_grad():
+        loop.run(torch.arange(6).view(1, 3, 2), Clock(), first=True)
+    assert len(shards) == 3 and alive == [0, 0, 0]

@@ -83,6 +83,7 @@ class Steps:
                 clock.append(("communication", perf_counter()))
             if observe_shard:
                 observe_shard(shard)
+                shard = None  # else it would stay while the next gradients are computed, which takes most memory
                 clock.append(("ordering", perf_counter()))
             if self.sums:
                 self.sums.add(mean, microbatch)
