@@ -43,7 +43,8 @@ describe = (
 
 
 def measure(device: str, size: str) -> Iterator[dict]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports when it starts and stops
+    # else the profiler reports when it starts and stops, and that it knows nothing of tensors from before
+    os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
     load_code(device)  # compiles what is not in numba's cache yet: that needs memory too
     cells = [(count, count) for count in WORKERS[size]]
     cells += [(count, 1) for count in WORKERS[size] if device == "cuda"]
