@@ -98,6 +98,38 @@ def test_a_failing_rank_ends_the_whole_run_and_its_launcher_listens_on_this_host
     assert first and first == again and all(map(is_loopback, first))
 
 
+ENDING = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+
+def heard(number, frame):
+    (folder / "heard").touch()
+    sys.exit(0)
+
+if os.environ["RANK"] == "0":
+    while not (folder / "ready").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    sys.exit(4)
+signal.signal(signal.SIGTERM, heard if sys.argv[2] == "stands still" else signal.SIG_IGN)
+(folder / "ready").touch()
+if sys.argv[2] == "stands still":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what", ["stands still", "does not listen"])
+def test_one_that_stands_still_hears_that_it_shall_end_and_one_that_does_not_listen_is_killed(
+    what, tmp_path, monkeypatch
+):
+    """Soon: torch would wait for half a minute."""
+    monkeypatch.setattr("cdgrab.runtime.torchrun.LAST_WORDS", 20 if what == "stands still" else 1)
+    began = time.monotonic()
+    assert torchrun(["-c", ENDING, str(tmp_path), what], 2) == 4
+    assert (tmp_path / "heard").exists() == (what == "stands still") and time.monotonic() - began < 20
+
+
 def test_hosts_meet_at_one_address_and_again_when_one_of_them_has_failed():
     with socket.create_server(("127.0.0.2", 0)) as free:  # an address of its own, as that of a network card
         endpoint = "{}:{}".format(*free.getsockname())

@@ -126,6 +126,30 @@ def test_a_trainer_goes_on_from_the_state_of_another_without_any_file(tmp_path):
     assert rest.lines == whole.lines[1:]
 
 
+@pytest.mark.parametrize("number", signals.STATUS, ids=lambda number: number.name)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_signal_ends_an_evaluation_at_once(split, number, tmp_path, monkeypatch):
+    """Amid a worker, and also the last one; it is then begun anew."""
+    whole, pieces, made = Log(), Log(), trainer(CASES["cd_grab"], tmp_path / "pieces")
+    fit(trainer(CASES["cd_grab"], tmp_path / "whole"), whole)
+    measure, calls = type(made.task).totals, []
+
+    def slowly(task, part, *inputs):
+        calls.append(part)
+        if calls.count(split) == 4:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        return measure(task, part, *inputs)
+
+    monkeypatch.setattr(type(made.task), "totals", slowly)
+    with signals.listening() as stop, pytest.raises(Stopped) as stopped:
+        fit(made, pieces, stop)
+    assert stopped.value.number == number and time.monotonic() - stop._since < 2
+    monkeypatch.undo()
+    fit(trainer(CASES["cd_grab"], tmp_path / "pieces"), pieces)
+    assert pieces.lines == whole.lines
+
+
 @pytest.mark.parametrize("pace", [1e-4, 0.07, 0.4, 30.0])
 def test_a_signal_is_heard_soon_and_asked_for_rarely(pace, monkeypatch):
     """However long steps take, and if they become slower."""

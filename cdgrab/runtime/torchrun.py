@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
+import signal
 import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -37,7 +42,7 @@ from cdgrab.errors import MissingError, Stopped, first_line
 MEETING = "cdgrab"  # the name of its rendezvous
 PATIENCE = 600.0  # seconds that hosts wait for each other
 PAUSE = 0.05  # seconds between two looks
-LAST_WORDS = 10  # seconds that processes get to end when one of them has failed: they have nothing to save then
+LAST_WORDS = 10  # seconds that processes get to end when they have nothing to save
 CLOSED, TICKETS = "closed", "tickets"
 ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)  # another host's address, another launcher's port
 
@@ -111,10 +116,23 @@ class Meeting(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
-    """A process that stands still does not hear that it shall end, and is not waited for."""
+    """Ends processes in its own way."""
 
-    def _stop_workers(self, worker_group: object) -> None:
-        self._shutdown(timeout=LAST_WORDS)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+        started, context = super()._start_workers(worker_group), self._pcontext
+        context._close = partial(_close, context, context._close)
+        return started
+
+
+def _close(context: SubprocessContext, close: Callable, death_sig: signal.Signals, timeout: int) -> None:
+    """A process that stands still would not hear that it shall end: it is woken. If one has died, or found another
+    missing, the others have nothing to save any more, and are not waited for."""
+    processes = [handler.proc for handler in context.subprocess_handlers.values()]
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGCONT)
+    lost = any(code is not None and (code < 0 or code == MissingError.status) for code in (p.poll() for p in processes))
+    close(death_sig=death_sig, timeout=min(timeout, LAST_WORDS) if lost else timeout)
 
 
 rendezvous_handler_registry.register(MEETING, Meeting)
@@ -142,7 +160,8 @@ def torchrun(
     restarts: int = 0,
 ) -> int:
     """`torchrun --nproc-per-node=processes` with Python arguments. Returns 0, or the first failing rank's status."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for logger in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # some have a level of their own
     config = LaunchConfig(
         min_nodes=nnodes,
         max_nodes=nnodes,

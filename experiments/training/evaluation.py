@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from cdgrab.runtime.group import WorkerGroup
 from experiments.tasks.base import Task
 from experiments.training.gradients import GradientFunction
 
+Attempt = Callable[[Callable], dict]  # calls a function, and returns what that does
+
+
+def plainly(action: Callable) -> dict:
+    """The `Attempt` that nothing disturbs."""
+    return action()
+
 
 def evaluate(
     task: Task,
@@ -18,12 +26,12 @@ def evaluate(
     owned: Tensor,
     group: WorkerGroup,
     at_once: bool = False,
-    between: Callable[[], object] = lambda: None,
+    attempt: Attempt = plainly,
 ) -> dict[str, float]:
     """The task's metrics: train loss over the units owned [local workers, units], test metrics over the test split.
 
     Worker by worker, summed in worker order; `at_once`: all workers of one process, faster and equal up to rounding.
-    between: called before each of them.
+    attempt: calls what takes long, and may raise.
     """
     tested = torch.arange(task.test_units, device=owned.device)
     if at_once:
@@ -32,10 +40,7 @@ def evaluate(
         units = {"train": list(owned), "test": list(tested.tensor_split(group.workers)[group.local])}
 
     def totals(split: str) -> dict[str, float]:
-        parts = []
-        for some in units[split]:
-            between()
-            parts.append(task.totals(split, parameters, some))
+        parts = [attempt(partial(task.totals, split, parameters, some)) for some in units[split]]
         names = sorted(parts[0])
         local = torch.stack([torch.stack([part[name].double().to(owned.device) for name in names]) for part in parts])
         return dict(zip(names, group.gather(local).sum(0).tolist(), strict=True))

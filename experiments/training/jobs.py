@@ -145,6 +145,7 @@ def _ending_on_signals(workers: list[_Worker], progress: Progress) -> Iterator[N
     except BaseException:
         for worker in workers:
             worker.process.terminate()
+            os.kill(worker.process.pid, signal.SIGCONT)  # one that stands still would not hear it
         raise
     finally:
         with screen.doing("ending the processes"):

@@ -29,6 +29,7 @@ from experiments.training import snapshot
 from experiments.training.clock import PHASES, Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
+from experiments.training.evaluation import plainly
 from experiments.training.gradients import gradient_function, summed, together, written_at_once
 from experiments.training.member import Member, evaluated
 from experiments.training.optimisers import Optimiser
@@ -172,8 +173,8 @@ class Trainer:
 
         save: whether checkpoints are written.
         stop: returns the number of a signal, or 0; asked about twice a second. If any rank has received a signal, all
-        of them save and raise `Stopped` after the same step, or between workers in an evaluation. A run that cannot
-        continue ends alone; its error is raised when no other run is left.
+        of them save and raise `Stopped` after the same step, or amid an evaluation. A run that cannot continue ends
+        alone; its error is raised when no other run is left.
         """
         self._agreement, self._saves = Agreement(stop, self.group), save
         with torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
@@ -200,7 +201,7 @@ class Trainer:
         # a herding bound is not begun anew after every stop: it might never end
         judged = self.replay.is_due or any(member.herding_is_due(self.epochs_done) for member in self.members)
         replayed = self._replayed()
-        found = evaluated(self.going(), lambda: judged or self._stop_if(self._agreement.now()))
+        found = evaluated(self.going(), plainly if judged else self._attempt)
         lines = {member: self._checked(member, its) | replayed.get(member, {}) for member, its in found}
         clock.lap("evaluation")
         self.epochs_done, self.position = self.epochs_done + 1, 0
@@ -243,6 +244,12 @@ class Trainer:
             if every and -(-end // self.microbatch) % every == 0 and end < self.units:
                 self.save()
                 clock.lap("evaluation")
+
+    def _attempt(self, action: Callable) -> dict:
+        """What it returns. A signal ends it at once, and with it the run."""
+        found, signal = self._agreement.attempt(action)
+        self._stop_if(signal)
+        return found
 
     def _stop_if(self, signal: int) -> None:
         if signal:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from experiments.tasks.base import Task
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
-from experiments.training.evaluation import evaluate, evaluate_together, fixed_herding
+from experiments.training.evaluation import Attempt, evaluate, evaluate_together, fixed_herding, plainly
 from experiments.training.gradients import FlatParameters, gradient_function
 from experiments.training.parts import JUDGED_BYTES, make_sparse_mean
 from experiments.training.runlog import RunLog
@@ -134,9 +135,9 @@ class Member:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate(self, parameters: Tensor, at_once: bool, between: Callable[[], object]) -> dict[str, float]:
+    def evaluate(self, parameters: Tensor, at_once: bool, attempt: Attempt) -> dict[str, float]:
         """Full train loss over all workers' units, and test metrics."""
-        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group, at_once, between)
+        return evaluate(self.task, self.flat.unflatten(parameters), self.owned, self.group, at_once, attempt)
 
     def herding_is_due(self, epochs_done: int) -> bool:
         every = self.config.task.herding_every
@@ -166,17 +167,17 @@ class Member:
 
 
 def evaluated(
-    members: Sequence[tuple[Member, Tensor]], between: Callable[[], object] = lambda: None
+    members: Sequence[tuple[Member, Tensor]], attempt: Attempt = plainly
 ) -> list[tuple[Member, dict[str, float]]]:
     """Members and their metrics, from members and their parameters; on a GPU all at once if they share their data.
-    between: called before what takes long, and may raise."""
+    attempt: calls what takes long, and may raise."""
     (first, *others), vectors = zip(*members, strict=True)
     on_gpu = first.device.type == "cuda"
     together = others and on_gpu and first.task.evaluated_together
     if not together or any(member.task.data is not first.task.data for member in others):
         # alone on a CPU, sums must not depend on the number of processes
         at_once = first.group.world_size == 1 and (on_gpu or bool(others))
-        return [(member, member.evaluate(parameters, at_once, between)) for member, parameters in members]
+        return [(member, member.evaluate(parameters, at_once, attempt)) for member, parameters in members]
     owned = torch.stack([member.owned for member, _ in members])
-    found = evaluate_together(first.task, first.flat.unflatten(torch.stack(vectors)), owned)
+    found = attempt(partial(evaluate_together, first.task, first.flat.unflatten(torch.stack(vectors)), owned))
     return list(zip((first, *others), found, strict=True))

@@ -10,14 +10,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from cdgrab.runtime.group import WorkerGroup
 from experiments.early import STATUS
 
+T = TypeVar("T")
+
 SAME = 2.0  # seconds within which a terminal and torchrun both pass on one Ctrl-C
 PATIENCE = 0.5  # seconds between two questions whether to stop; they cost a round between the processes
+
+
+class Interrupted(BaseException):
+    """A signal has come."""
 
 
 class StopRequest:
@@ -25,6 +32,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number, self._since = 0, 0.0
+        self._attempting = False
 
     def __call__(self) -> int:
         return self.number
@@ -32,8 +40,22 @@ class StopRequest:
     def on_signal(self, number: int, frame: object) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
+            if self._attempting:
+                raise Interrupted
         elif number == signal.SIGINT and time.monotonic() - self._since > SAME:  # asked a second time: end at once
             raise KeyboardInterrupt
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """What `action` returns, which changes nothing; None if a signal comes, which ends it at once."""
+        try:
+            try:
+                self._attempting = True
+                return None if self.number else action()
+            finally:
+                self._attempting = False
+        except Interrupted:  # comes once at most; perhaps when the inner part was over
+            self._attempting = False
+            return None
 
 
 class Agreement:
@@ -58,6 +80,12 @@ class Agreement:
 
     def now(self) -> int:
         return self._everybodys()[0]
+
+    def attempt(self, action: Callable[[], T]) -> tuple[T | None, int]:
+        """What `action` returns, and the number of the signal that somebody has received, or 0. It is ended at once
+        where one comes."""
+        found = self._stop.attempt(action) if isinstance(self._stop, StopRequest) else action()
+        return found, self.now()
 
     def _everybodys(self, seconds: float = 0.0) -> tuple[int, float]:
         mine = torch.tensor([[self.own(), seconds]], dtype=torch.float64)
