@@ -2,6 +2,9 @@
 
 import json
 import re
+from base64 import b64encode
+from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
 
 import numpy as np
@@ -119,6 +122,58 @@ def test_it_loads_nothing_and_is_small(file):
     style = text[text.index("<style>") : text.index("</style>")]
     assert "@import" not in style and "url(" not in style and not re.search(r"\b(fetch|XMLHttpRequest|import)\(", text)
     assert file.stat().st_size < 15e6
+
+
+HOSTILE = "<!--<script>alert(1)</script>\" onload=alert(1) '<img src=x onerror=alert(1)>"
+
+
+class Tags(HTMLParser):
+    """The names of a page's elements and of their attributes, and the texts of its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.attributes, self.scripts = set(), set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script":
+            self.scripts.append(data)
+
+
+def test_names_settings_and_tables_cannot_become_part_of_the_page(page):
+    """Whatever a manifest says; and a browser may run nothing but the page's own scripts."""
+    ours = page["groups"][0]
+    panels = [
+        replace(p, lines=[replace(line, label=HOSTILE, sorter=HOSTILE) for line in p.lines])
+        for p in next(iter(next(iter(ours.columns.values())).values()))
+    ]
+    theirs = replace(
+        ours, name=HOSTILE, title=HOSTILE, tasks=[HOSTILE], sorters=[HOSTILE], facts={HOSTILE: HOSTILE},
+        command=HOSTILE, about=markup.html(f"{HOSTILE}\n\n- {HOSTILE}\n\n# {HOSTILE}\n\n`{HOSTILE}`"),
+        tables=markup.table([HOSTILE], [[HOSTILE]]), columns={HOSTILE: {HOSTILE: panels}},
+    )  # fmt: skip
+    empty = page | {"sections": {}, "studies": [], "benchmarks": [], "lines": [], "smaller": [HOSTILE]}
+    empty["task_choices"] = {HOSTILE: HOSTILE}
+    text = build.rendered(empty | {"groups": [theirs]})
+    found, usual = Tags(text), Tags(build.rendered(empty | {"groups": [ours]}))
+    assert found.elements <= usual.elements | {"ul", "li", "code"} and found.attributes <= usual.attributes
+    numbers, usual_numbers = (next(s for s in tags.scripts if s.startswith("{")) for tags in (found, usual))
+    assert "<" not in numbers and list(json.loads(numbers)) == [HOSTILE]
+    assert [s for s in found.scripts if s != numbers] == [s for s in usual.scripts if s != usual_numbers]
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
+    hashes = {b64encode(sha256(s.encode()).digest()).decode() for s in found.scripts if s != numbers}
+    assert set(re.findall(r"'sha256-([^']*)'", policy)) == hashes and policy.startswith(
+        "default-src 'none'; script-src"
+    )
+
+
+def test_links_lead_to_files_and_sites_only():
+    assert 'href="../javascript:alert' in markup.inline("[x](javascript:alert(1))")
+    assert markup.inline('[x](http://a"onclick="b?c&d)') == '<a href="http://a&quot;onclick=&quot;b?c&amp;d">x</a>'
 
 
 def test_markdown():

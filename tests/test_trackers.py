@@ -149,3 +149,15 @@ def test_a_missing_package_and_an_unknown_tracker_are_one_sentence(monkeypatch, 
     )
     assert train.main(["data=embedded", "tracker=nothing"]) == 2
     assert "tracker must be none, tensorboard, wandb or mlflow, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_nothing_is_written_through_a_link(tracker, nowhere_else, capsys):
+    if missing := missing_package(tracker):
+        pytest.skip(missing)
+    elsewhere, folder = nowhere_else / "elsewhere", nowhere_else / "run"
+    elsewhere.mkdir(), folder.mkdir()
+    (folder / tracker).symlink_to(elsewhere)
+    Tracking(tracker, folder, {}, {}, []).finish("finished")
+    assert f"{tracker} is a link, and nothing is written through links" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from cdgrab.errors import CdgrabError
+from cdgrab.errors import CdgrabError, first_line
 from experiments.store.files import home, write_atomically
 from experiments.store.records import write_manifest
 
@@ -57,4 +57,7 @@ def write(name: str, device: str, rows: list[dict], manifest: dict) -> Path:
 
 
 def _read(path: Path, missing: list | dict) -> list | dict:
-    return json.loads(path.read_text()) if path.exists() else missing
+    try:
+        return json.loads(path.read_text()) if path.exists() else missing
+    except ValueError as error:
+        raise CdgrabError(f"{path} cannot be read ({first_line(error)}); `git checkout` brings it back") from error

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from cdgrab.errors import CdgrabError
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 RUNS = RESULTS / "runs"
@@ -45,6 +47,14 @@ def replacing(path: Path, put: Callable[[Path, Path], None] = os.replace) -> Ite
 def open_itself(path: str | Path, flags: int) -> int:
     """The open file; a link that somebody else put in its place is not followed."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+
+def own_folder(path: Path) -> Path:
+    """The folder, which is made where it is missing; a link that somebody else put in its place is refused."""
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise CdgrabError(f"{path} is a link, and nothing is written through links; choose another run_dir")
+    return path
 
 
 def append_line(path: Path, content: dict) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -109,8 +109,10 @@ class Progress:
     @classmethod
     def told(cls) -> Progress:
         """That of the sweep to which this process belongs; of one run, if it belongs to none."""
-        total, done, given, since, first = map(float, os.environ.get(VARIABLE, f"1 0 0 {time.time()} 1").split())
-        return cls(int(total), done, given, since, int(first))
+        with suppress(ValueError, OverflowError):  # not what `tell` writes
+            total, done, given, since, first = map(float, os.environ.get(VARIABLE, "").split())
+            return cls(int(total), done, given, since, int(first))
+        return cls(1)
 
 
 def result(run: Run, name: str, number: int = 1, total: int = 1) -> str:

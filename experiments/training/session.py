@@ -23,7 +23,7 @@ from cdgrab.runtime.connection import connect, disconnect, launched_rank, pick_d
 from cdgrab.runtime.group import WorkerGroup
 from experiments import early, screen
 from experiments.store import checkpoint
-from experiments.store.files import open_itself
+from experiments.store.files import open_itself, own_folder
 from experiments.store.lock import locked
 from experiments.store.records import METRICS, read_manifest, read_metrics
 from experiments.training import runlog, signals, snapshot
@@ -279,11 +279,7 @@ class _LogFile(logging.FileHandler):
 @contextlib.contextmanager
 def _log_file(run: Run, rank: int) -> Iterator[None]:
     """Every rank writes its own log, crashes of the interpreter included."""
-    folder = run.directory / "logs"
-    folder.mkdir(exist_ok=True)
-    if folder.is_symlink():
-        raise CdgrabError(f"{folder} is a link, and logs are not written through links; choose another run_dir")
-    handler = _LogFile(folder / f"rank{rank}.log")
+    handler = _LogFile(own_folder(run.directory / "logs") / f"rank{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.handleError = lambda record: None  # a full disk is reported once, in one sentence
     log.addHandler(handler)

@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from cdgrab.errors import first_line, warn
-from experiments.store.files import RESULTS, RUNS
+from experiments.store.files import RESULTS, RUNS, own_folder
 
 
 class TensorBoard:
@@ -27,8 +27,7 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.name, self._event, self._summary, self._writer = "tensorboard", Event, Summary, RecordWriter
-        folder = directory / self.name
-        folder.mkdir(exist_ok=True)
+        folder = own_folder(directory / self.name)
         self._path = folder / f"events.out.tfevents.{time.time_ns()}"  # files are read in the order of their names
         self._write(file_version="brain.Event:2")
         self._write(step=epochs + 1, session_log=SessionLog(status=SessionLog.START))
@@ -52,6 +51,7 @@ class WandB:
     def __init__(self, directory: Path, settings: dict, name: str | None, epochs: int) -> None:
         import wandb
 
+        own_folder(directory / "wandb")
         self.name = name or uuid4().hex[:8]
         label = _label(directory)
         self._run = wandb.init(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -69,7 +71,8 @@ def rendered(page: dict[str, object]) -> str:
     return own.get_template("page.html").render(
         **page,
         **files,
-        data=Markup(json.dumps(curves_of, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")),
+        data=Markup(json.dumps(curves_of, separators=(",", ":"), ensure_ascii=False).replace("<", r"\u003c")),
+        policy=_policy(files),
         digits=curves.DIGITS,
         kinds={verdict: tags.kind(verdict) for verdict in tags.KINDS},
         anchors=anchors,
@@ -80,7 +83,14 @@ def rendered(page: dict[str, object]) -> str:
     )
 
 
-FILES = {"css": "page.css", "chart": "chart.js", "script": "page.js"}
+FILES = {"css": "page.css", "theme": "theme.js", "chart": "chart.js", "script": "page.js"}
+
+
+def _policy(files: dict[str, str]) -> str:
+    """What a browser may do for this page: run its own scripts, and load nothing."""
+    scripts = [text.encode() for name, text in files.items() if FILES[name].endswith(".js")]
+    known = " ".join(f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in scripts)
+    return f"default-src 'none'; script-src {known}; style-src 'unsafe-inline'; img-src data:"
 
 
 def _choices(items: list, studies: list[Card]) -> dict[str, dict[str, str]]:

@@ -87,8 +87,8 @@ def _cells(line: str) -> list[str]:
 
 
 def _words(text: str) -> str:
-    text = EMPHASIS.sub(r"<em>\1</em>", BOLD.sub(r"<strong>\1</strong>", escape(text, quote=False)))
-    return LINK.sub(lambda link: f'<a href="{escape(_from_here(link[2]))}">{link[1]}</a>', text)
+    text = EMPHASIS.sub(r"<em>\1</em>", BOLD.sub(r"<strong>\1</strong>", escape(text)))
+    return LINK.sub(lambda link: f'<a href="{_from_here(link[2])}">{link[1]}</a>', text)
 
 
 def _from_here(target: str) -> str:
