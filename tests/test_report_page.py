@@ -258,4 +258,5 @@ def test_in_a_browser(browser, file, page):
     assert number("getComputedStyle(document.body).backgroundColor") != paper
     browser.refresh()
     assert number("document.getElementById('scoreboard').offsetHeight") < 2 * 844  # only how many have which verdict
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert browser.get_log("browser") == []

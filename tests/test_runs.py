@@ -97,7 +97,7 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     run(finished, "epochs=12")
     first, last = capsys.readouterr().out.splitlines()
     loss = read_metrics(finished / "metrics.jsonl")[-1]["train_loss"]
-    assert "already complete" in first and last.startswith(f"{finished}: train_loss {loss:.6g}, test_loss ")
+    assert "already complete" in first and last.startswith(f"{finished}: train_loss {loss:.5g}, test_loss ")
     assert before == ((finished / "metrics.jsonl").read_bytes(), (finished / "manifest.json").read_bytes())
 
 

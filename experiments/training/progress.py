@@ -116,8 +116,8 @@ class Progress:
 
 
 def result(run: Run, name: str, number: int = 1, total: int = 1) -> str:
-    """The run's number of all, its name and its last metrics."""
+    """The run's number of all, its name and its last metrics: of most runs in 80 columns."""
     last = read_metrics(run.directory / METRICS)[-1]
     shown = {key: value for key, value in last.items() if key.startswith(("train_", "test_", "val_"))}
     which = f"{number:>{len(str(total)) + 1}}/{total} " if total > 1 else ""
-    return f"{which}{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in shown.items())
+    return f"{which}{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in shown.items())
