@@ -7,8 +7,8 @@ of each of them, since a pair's first one is gone when its second one is compute
 difference; freed memory goes back to the system at once, unlike in ordinary runs, so that peaks are what is needed and
 not what happens to be kept.
 
-By use, as in the paper's Figure 8: what model and optimiser hold and, with a process for each worker, the most that
-every phase of a step needs beyond what is there when it begins, in an epoch of its own.
+By use, as in the paper's Figure 8: what model, optimiser and sorter hold and, with a process for each worker, the most
+that every phase of a step needs beyond what is there when it begins, in an epoch of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cdgrab.balance import kernels
+from cdgrab.dropin.diagnosis import held_bytes
 from experiments.studies.timing import SORTERS, make_trainer, train_epoch, under_torchrun
 from experiments.training.clock import PHASES, Clock
 from experiments.training.config import compose
@@ -172,8 +173,8 @@ def uses(trainer: Trainer, order: Tensor) -> dict[str, int]:
     clock = GpuUses() if trainer.device.type == "cuda" else CpuUses()
     train_epoch(trainer, order, EPOCHS, clock=clock)
     most = clock.most
-    phases = {phase: most[phase] for phase in ("gradients", "communication", "ordering")}
-    return held | {"optimiser": held["optimiser"] + most["optimiser"]} | phases
+    held |= {"ordering": held_bytes([member.sorter for member in trainer.members])}
+    return {use: held.get(use, 0) + most.get(use, 0) for use in (*held, "gradients", "communication")}
 
 
 def main(target: str, *settings: str) -> None:
