@@ -47,12 +47,12 @@ def devices(name: str) -> list[str]:
     return list(dict.fromkeys(row["device"] for row in read_rows(name)))
 
 
-def caption(name: str, device: str) -> str:
+def caption(name: str, device: str, shown: str = "medians, bars: quartiles") -> str:
     """On which machine, how and when it was measured."""
     made = read_manifests(name)[device]
     return (
-        f"{made['machine']}, {cores(made)} cores, load {made['load'][0]:g} · size {made['size']} · medians, bars: "
-        f"quartiles · {made['ended'][:10]}, commit {made['commit'] or 'unknown'}"
+        f"{made['machine']}, {cores(made)} cores, load {made['load'][0]:g} · size {made['size']} · {shown} · "
+        f"{made['ended'][:10]}, commit {made['commit'] or 'unknown'}"
     )
 
 
@@ -114,7 +114,7 @@ def traffic(device: str) -> Figure:
     panel.set_xticks(range(len(found)), labels)
     panel.set_ylabel("MiB sent per process and step")
     parameters = f"{found['dim'].max() / 1e6:.2f} M parameters"
-    return plots.finish(figure, f"What a process sends per step, {parameters}", caption("traffic", device))
+    return plots.finish(figure, f"What a process sends per step, {parameters}", caption("traffic", device, "counted"))
 
 
 @plots.styled

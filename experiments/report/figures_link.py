@@ -55,7 +55,7 @@ def links(device: str) -> Figure:
         plots.log_ticks(panel.yaxis)
         panel.set_title(f"{model}, {_millions(here[0])}")
     axes[0][0].set_ylabel("seconds per step")
-    return plots.finish(figure, "A step of 4 processes over limited links", caption("link", device))
+    return plots.finish(figure, "A step of 4 processes over limited links", caption("link", device, "medians"))
 
 
 def winners(device: str) -> Iterator[str]:

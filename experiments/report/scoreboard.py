@@ -43,7 +43,8 @@ The rules, here and everywhere:
   with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Its claims keep the answer of the
   first look that decides them, whose numbers are in [STUDIES.md](STUDIES.md); numbers here are those of all seeds that
   there are by now. Below three seeds there is neither ±, nor an interval, nor a p value.
-- p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure.
+- p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure. Where a claim
+  has a limit (at most 0.5 points worse, at most {NEGLIGIBLE:g} times as long), p is about that limit, not about 0 or 1.
 - Seconds count only of runs that had their machine for themselves: one run at a time, on a GPU or a CPU, and not
   trained together with others. Such runs are few; where there are none, claims about seconds cannot be decided.
 - Epochs to a loss are counted, not interpolated; a loss that is not reached counts as one epoch more than there are.
@@ -56,10 +57,10 @@ The rules, here and everywhere:
   that of single runs here, but that of means over seeds in the paper: its direction can be compared, its size cannot.
 - **reproduced**, **contradicted**: the adjusted p is at most 0.05, and the mean lies on the paper's side or on the
   other. Claims that a study answers: its line in [STUDIES.md](STUDIES.md) holds or fails. Claims about costs: both
-  quartiles are on one side. **cannot decide**: anything else. **not possible here**: what it takes is missing. Where a
-  study finds sorters equal, within its margin, a claim that one is better is contradicted, that it is no worse
-  reproduced. So it is with the train loss of figures, whose margin is that of the studies,
-  {SAME_LOSS:g} % of the rival's, and with epochs to a loss that are the same on every seed.
+  quartiles are on one side (ExDyna's speed: the interval over models and links). **cannot decide**: anything else.
+  **not possible here**: what it takes is missing. Where a study finds sorters equal, within its margin, a claim that
+  one is better is contradicted, that it is no worse reproduced. So it is with the train loss of figures, whose margin
+  is that of the studies, {SAME_LOSS:g} % of the rival's, and with epochs to a loss that are the same on every seed.
 - A verdict is about the claim, mostly who is better. Whether our level is the published one is another question: see
   [levels](#levels).
 - "Negligible" overhead is read as at most {NEGLIGIBLE:g} times D-RR's, in seconds or bytes.
