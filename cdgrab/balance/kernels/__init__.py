@@ -42,7 +42,7 @@ def _for_shards(on_gpu: bool) -> Callable[..., Tensor]:
 
 
 def _warn(sentence: str) -> None:
-    warnings.warn(sentence, RuntimeWarning, stacklevel=4)
+    warnings.warn_explicit(sentence, RuntimeWarning, "cdgrab", 0)  # no line of code: which one asked says nothing
 
 
 def balance(rows: Tensor, running: Tensor, limits: Tensor) -> Tensor:
