@@ -8,6 +8,7 @@ from experiments.store.records import read_manifest
 
 LSTM = ["task=lstm_wiki2", "size=smoke", "task.batch=16", "task.limit=7", "task.hidden=8"]
 LSTM += ["task.chunk_length=8", "task.test_chunks=2"]  # rows are long all the same: the vocabulary's are
+MOMENTUM = ["task.momentum=0", "sparsifier.momentum_correction=0.9", "sparsifier.warm_up_steps=10"]
 # Coordinated, uncoordinated, oblivious, randomised. With these sizes units per worker are odd and the last step short.
 CASES = {
     "cd_grab": ["sorter=cd_grab", "workers=4"],
@@ -17,7 +18,7 @@ CASES = {
     "kh": ["sorter=kh", "workers=4"],
     "d_rr": ["sorter=d_rr", "workers=8"],
     "d_rr_float32": ["sorter=d_rr", "workers=4", "task.dtype=float32"],
-    "sparse": ["sorter=cd_grab", "workers=4", "sparsifier=exdyna", "sparsifier.density=0.1"],
+    "sparse": ["sorter=cd_grab", "workers=4", "sparsifier=exdyna", "sparsifier.density=0.1", *MOMENTUM],
     "sparse_fits": ["sorter=d_rr", "workers=8", "sparsifier=sidco", "sparsifier.density=0.1"],
     "long_rows_sparse": [*LSTM, "workers=4", "sparsifier=exdyna"],
     "long_rows": [*LSTM, "workers=4"],  # gradients divided by coordinates; on 4 processes on the way to their mean

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
@@ -10,7 +12,7 @@ from cdgrab.runtime import group as workers
 from cdgrab.runtime.connection import connect, launched_world_size
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.sparsify import ddp_hook, make_sparsifier
+from cdgrab.sparsify import ddp_hook, known_of_a_model, make_sparsifier
 
 VARIANTS = [
     ("dense", {}),
@@ -23,7 +25,10 @@ VARIANTS = [
     ("exdyna", {}),
     ("exdyna", {"threshold": "proportional", "rule": "relative"}),
     ("exdyna", {"threshold": "paper", "rule": "paper", "blocks": 40}),
+    ("exdyna", {"momentum_correction": 0.5, "warm_up_steps": 4}),
 ]
+PEERS = [("fp16", {}), ("powersgd", {"rank": 1}), ("powersgd", {"rank": 4})]
+MATRICES = {1000: [[25, 32], [150], [5, 2, 5]], 40: [[5, 6], [10]], 37: [[5, 6], [], [2, 3]]}  # by dim
 # by number of processes: workers, dim, whether processes divide the coordinates to sum values
 SHAPES = {2: [(8, 1000, True), (4, 37, False)], 4: [(8, 1000, True)]}
 ITERATIONS, REFUSED_AT, RESUMED_AT = 5, 1, 3
@@ -41,6 +46,7 @@ def trajectory(group, shape, variant):
     (count, dim, divided), (name, options) = shape, variant
     workers.WHOLE = 0 if divided else 2**40
     settings = {"workers": count, "dim": dim, "density": 0.05, "group": group, **options}
+    settings |= {"shapes": MATRICES[dim]} if name == "powersgd" else {}
     found, steps = make_sparsifier(name, **settings), []
     for iteration, everybody in enumerate(gradients(count, dim)):
         mine = everybody[group.local]
@@ -67,7 +73,14 @@ def trajectory(group, shape, variant):
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 STEPS, PAUSE = 6, 3  # checkpoint and a new model after PAUSE steps
-DDP = [("exdyna", {}), ("topk", {}), ("deft", {}), ("dense", {})]
+DDP = [
+    ("exdyna", {}),
+    ("topk", {}),
+    ("deft", {}),
+    ("dense", {}),
+    ("topk", {"momentum_correction": 0.5, "warm_up_steps": 4}),
+    ("powersgd", {"rank": 4}),
+]
 
 
 def network():
@@ -117,6 +130,48 @@ def trained_by_ddp(rank, name, options):
         optimiser.step()
     BucketHook.communicate = communicate
     return torch.cat([p.detach().flatten() for p in model.parameters()]), hook.stats, steps
+
+
+def trained_by_torch(rank, name, options):
+    """The same steps by PyTorch's own hook. PowerSGD's begins with two steps that send everything: here they change no
+    parameter. Then it gets the factors that ours begins with."""
+    model = DistributedDataParallel(network())
+    optimiser, first_step = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), 0
+    if name == "fp16":
+        model.register_comm_hook(None, fp16_compress_hook)
+    else:
+        first_step = -2
+        state = PowerSGDState(None, options["rank"], start_powerSGD_iter=2)
+        model.register_comm_hook((state, _first_factors(model, options)), _power_sgd)
+    for step in range(first_step, STEPS):
+        optimiser.zero_grad()
+        with model.no_sync():
+            loss_of(model, max(step, 0), 0, rank).backward()
+        loss_of(model, max(step, 0), 1, rank).backward()
+        if step >= 0:
+            optimiser.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _first_factors(model, options):
+    """By shape of the parameter: all of them differ."""
+    shapes = [p.shape for p in model.parameters()]
+    dim, known = sum(shape.numel() for shape in shapes), known_of_a_model("powersgd", shapes)
+    ours = make_sparsifier("powersgd", workers=1, dim=dim, **known, **options)
+    columns = ours._columns(torch.zeros(1).double())
+    return {(each.rows, each.columns): q for each, q in zip(ours._matrices, columns, strict=True)}
+
+
+def _power_sgd(states, bucket):
+    state, factors = states
+    if state.iter == 2 and not state.q_memory_dict:
+        shapes = [tuple(p.shape) for p in bucket.parameters() if tuple(p.shape) in factors]
+        state.q_memory_dict[0] = torch.cat([factors[shape].flatten() for shape in shapes])
+        rows = sum(shape[0] * factors[shape].shape[1] for shape in shapes)
+        state.p_memory_dict[0] = torch.zeros(rows).double()
+    mean = powerSGD_hook(state, bucket)
+    mean.wait()
+    return mean
 
 
 def trained_past_nan(rank, last):
@@ -183,9 +238,8 @@ def trained_alone(count, name, options):
     """The same with plain autograd, one worker after the other, and a sparsifier that hosts all of them."""
     model = network()
     parameters = list(model.parameters())
-    sizes = [p.numel() for p in parameters]
-    layers = {"layers": sizes} if name == "deft" else {}
-    found = make_sparsifier(name, workers=count, dim=sum(sizes), density=0.05, **options, **layers)
+    sizes, known = [p.numel() for p in parameters], known_of_a_model(name, [p.shape for p in parameters])
+    found = make_sparsifier(name, workers=count, dim=sum(sizes), density=0.05, **options, **known)
     optimiser = torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
     for step in range(STEPS):
         rows = []
@@ -203,17 +257,18 @@ def main(target):
     found, processes = {}, launched_world_size()
     for shape in SHAPES[processes]:
         group = connect(shape[0])
-        for variant in VARIANTS:
+        for variant in VARIANTS + PEERS:
             found[str((shape, variant))] = trajectory(group, shape, variant)
     group = WorkerGroup(processes, group.rank, processes)  # a process for every worker
-    for variant in VARIANTS:
+    for variant in VARIANTS + PEERS:
         found[str(("own", variant))] = trajectory(group, (processes, 1000, True), variant)
     for name, options in DDP if processes == 2 else DDP[:1]:
         parameters, stats, buckets = trained_by_ddp(group.rank, name, options)
         everybody = group.gather(parameters[None])
         assert (everybody == everybody[0]).all(), "the ranks' models differ"
-        found["ddp", name] = parameters, dict(stats), buckets
+        found["ddp", name, *options] = parameters, dict(stats), buckets
     if processes == 2:
+        found["torch"] = [trained_by_torch(group.rank, *case) for case in PEERS]
         found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, 1)]
         found["unused"] = [owed_to_unused(group, *case) for case in (("exdyna", False), ("topk", True))]
         found["different"] = [

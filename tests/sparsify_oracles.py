@@ -26,16 +26,38 @@ def as_sets(selected):
 
 
 class Oracle:
-    def __init__(self, method, workers, dim, density, error_feedback=True, **options):
+    def __init__(
+        self,
+        method,
+        workers,
+        dim,
+        density,
+        error_feedback=True,
+        momentum_correction=0.0,
+        warm_up_steps=0,
+        warm_up_density=0.25,
+        **options,
+    ):
         self.method, self.options, self.error_feedback = method, options, error_feedback
-        self.workers, self.dim, self.k = workers, dim, max(1, math.floor(Fraction(str(density)) * dim))
-        self.density = density
+        self.workers, self.dim, self.final = workers, dim, density
+        self.factor, self.momentum = momentum_correction, np.zeros((workers, dim))
+        fall = density / warm_up_density
+        self.warm_up = [warm_up_density * fall ** (t / warm_up_steps) for t in range(warm_up_steps)]
         self.memory, self.t = {}, 0
         self.residual = np.zeros((workers, dim))
 
+    @property
+    def density(self):
+        return self.warm_up[self.t] if self.t < len(self.warm_up) else self.final
+
+    @property
+    def k(self):
+        return max(1, math.floor(Fraction(f"{self.density:.12f}") * self.dim))
+
     def reduce(self, gradients):
         """-> update [dim], the set of each worker"""
-        acc = gradients.copy()
+        self.momentum = self.factor * self.momentum + gradients
+        acc = self.momentum.copy()
         if self.error_feedback:
             acc += self.residual
         sets = self.method(self, acc)
@@ -46,7 +68,7 @@ class Oracle:
         self.residual = acc
         for w in range(self.workers):
             for j in union:
-                self.residual[w, j] = 0.0
+                self.residual[w, j] = self.momentum[w, j] = 0.0
         self.t += 1
         return update, sets
 
@@ -173,6 +195,8 @@ def exdyna(o, acc):
     if not m:
         m["delta"] = 1 / (2 * math.sqrt(o.k))
         m["runs"] = [blocks // n + (1 if p < blocks % n else 0) for p in range(n)]
+    if threshold == "fixed":
+        m["delta"] = 1 / (2 * math.sqrt(o.k))
     sets, loads, spans = [], [0] * n, []
     for w in range(n):
         first = sum(m["runs"][: (o.t + w) % n])

@@ -200,6 +200,10 @@ BAD = [
     (["sparsifier=exdyna", "sparsifier.density=2"], "density must be a number above 0 and at most 1, got 2"),
     (["sparsifier=exdyna", "sparsifier.rule=magic"], "rule must be balanced, paper"),
     (["sparsifier=deft", "sparsifier.layers=[3]"], "layers must sum to dim = 56, got 3"),
+    (
+        ["sparsifier=topk", "sparsifier.momentum_correction=0.9"],
+        "momentum_correction needs task.optimiser=sgd task.momentum=0: got task.momentum=0.9, a second momentum",
+    ),
     (["+sparsifier.magic=1"], "sparsifier dense has no option magic; it takes none"),
     (["size=huge"], "size must be smoke, quick or paper"),
     (["task.presets=null"], "task.presets.embedded must have settings for every size, got None"),

@@ -15,7 +15,8 @@ from sparsify_oracles import as_sets, gradients_of
 
 import cdgrab
 from cdgrab.runtime.group import WorkerGroup
-from cdgrab.sparsify import SPARSIFIERS, ddp_hook, make_sparsifier, sparsifier_options
+from cdgrab.sparsify import SPARSIFIERS, SparseAverager, ddp_hook, make_sparsifier, sparsifier_options
+from cdgrab.sparsify.base import warming_up
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"
 EXCLUSIVE = [case for case in VARIANTS if case[0] in ("exdyna", "micro", "deft")]
@@ -32,7 +33,7 @@ def test_workers_never_select_the_same_coordinate(variant):
             assert len(chosen.unique()) == len(chosen)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [case for case in VARIANTS if "momentum_correction" not in case[1]], ids=str)
 @given(
     st.integers(0, 1000),
     st.sampled_from([1, 2, 4, 8]),
@@ -48,6 +49,66 @@ def test_updates_and_residuals_add_up_to_the_gradients(variant, seed, workers, d
     updates = sum(found.reduce(step) for step in gradients)
     left = found.state_dict()["per_worker"]["_residual"].sum(0) if name != "dense" else 0
     assert torch.equal(workers * updates + left, gradients.sum((0, 1)))
+
+
+@given(
+    st.sampled_from([case for case in VARIANTS if case[0] != "dense"]),
+    st.integers(0, 1000),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([0.5, 0.75]),
+    st.integers(0, 5),
+)
+def test_momentum_is_kept_by_workers_until_it_is_sent(variant, seed, workers, factor, warm_up):
+    """Whatever is selected: the recursion of Deep Gradient Compression, exactly, on whole numbers."""
+    name, options = variant
+    options = options | {"momentum_correction": factor, "warm_up_steps": warm_up}
+    found = make_sparsifier(name, workers=workers, dim=20, density=0.1, **options)
+    momentum = owed = np.zeros((workers, 20))
+    for gradients in np.random.default_rng(seed).integers(-9, 10, size=(6, workers, 20)) * 1.0:
+        momentum = factor * momentum + gradients
+        owed = owed + momentum
+        update, union = found.reduce(torch.from_numpy(gradients)), sorted(set().union(*as_sets(found.selected)))
+        assert np.array_equal(update.numpy()[union], owed[:, union].mean(0)) and update.count_nonzero() <= len(union)
+        momentum[:, union] = owed[:, union] = 0
+        state = found.state_dict()["per_worker"]
+        assert np.array_equal(state["_residual"], owed) and np.array_equal(state["_momentum"], momentum)
+
+
+@given(st.floats(1e-4, 1), st.floats(0, 1), st.integers(1, 50))
+def test_the_density_falls_by_the_same_factor_in_every_step_of_the_warm_up(first, share, steps):
+    density = max(1e-5, first * share)
+    found = [warming_up(first, density, steps, step) for step in range(steps + 3)]
+    assert found[0] == first and set(found[steps:]) == {density}
+    assert np.diff(np.log(found[: steps + 1])) == pytest.approx(np.log(density / first) / steps, rel=1e-6, abs=1e-9)
+
+
+def test_statistics_of_an_epoch_know_what_was_wanted_in_the_warm_up():
+    options = {"density": 0.01, "warm_up_steps": 10, "warm_up_density": 0.2}
+    mean, wanted = SparseAverager(make_sparsifier("cltk", workers=2, dim=1000, **options)), []
+    for step in range(16):
+        wanted.append(0.2 * 0.05 ** (min(step, 10) / 10))
+        mean.average(torch.randn(2, 1000))
+        assert mean.sparsifier.stats.density == max(1, int(1000 * wanted[-1] + 1e-6)) / 1000
+        if step % 4 == 3:
+            line, wanted = mean.epoch_means(), []
+            assert line["build_up"] == pytest.approx(1, rel=0.05)
+    assert line["density"] == 0.01 and line["build_up"] == 1
+
+
+def test_time_stands_still_for_coordinates_that_are_held_back():
+    found, place = make_sparsifier("topk", workers=2, dim=30, density=0.1, momentum_correction=0.9), slice(5, 12)
+    gradients = torch.from_numpy(gradients_of(8, 2, 30))
+    for step in gradients[:4]:
+        found.reduce(step)
+    before = found.state_dict()["per_worker"]
+    for step in gradients[4:]:
+        step[:, place] = 0
+        with found.holding_back([place]):
+            found.reduce(step)
+    after = found.state_dict()["per_worker"]
+    for name, values in after.items():
+        assert values[:, place].any() and torch.equal(values[:, place], before[name][:, place])
+        assert not torch.equal(values, before[name])
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -144,18 +205,20 @@ def test_bytes_follow_the_formula():
 
 def tampered(name, value, change):
     """Load a state with one value changed."""
-    found = make_sparsifier(name, workers=2, dim=9, density=0.3)
+    settings = {"workers": 2, "dim": 9, "density": 0.3, "momentum_correction": 0.9}
+    found = make_sparsifier(name, **settings)
     found.reduce(torch.randn(2, 9))
     state = found.state_dict()
     part = next(part for part in (state, state["per_worker"], state["common"]) if value in part)
     part[value] = change(part[value])
-    make_sparsifier(name, workers=2, dim=9, density=0.3).load_state_dict(state)
+    make_sparsifier(name, **settings).load_state_dict(state)
 
 
 TAMPERED = [
     ("topk", "_residual", lambda residual: residual[:, :3]),
     ("topk", "_residual", lambda residual: residual * torch.nan),
     ("topk", "iteration", lambda iteration: -1),
+    ("topk", "_momentum", lambda momentum: momentum[:, :3]),
     ("exdyna", "_runs", lambda runs: [runs[0] + 1, *runs[1:]]),
     ("exdyna", "_loads", lambda loads: loads[:2]),
     ("exdyna", "_value", lambda value: float("nan")),
@@ -187,6 +250,26 @@ REFUSED = [
     ("got rule=static", lambda: make_sparsifier("exdyna", workers=2, dim=10**5, rule="static", faithful=True)),
     ("32 coordinates for each of 1024", lambda: make_sparsifier("exdyna", workers=2, dim=32_767, faithful=True)),
     ("error_feedback must be", lambda: make_sparsifier("topk", workers=2, dim=3, error_feedback="yes")),
+    ("momentum_correction must be", lambda: make_sparsifier("topk", workers=2, dim=3, momentum_correction=1.0)),
+    (
+        "momentum_correction needs error_feedback",
+        lambda: make_sparsifier("topk", workers=2, dim=3, momentum_correction=0.9, error_feedback=False),
+    ),
+    ("warm_up_steps must be", lambda: make_sparsifier("topk", workers=2, dim=3, warm_up_steps=-1)),
+    (
+        "warm_up_density must be at least density = 0.5, got 0.25",
+        lambda: make_sparsifier("topk", workers=2, dim=3, density=0.5, warm_up_steps=1),
+    ),
+    (
+        "leave out value or warm_up_steps",
+        lambda: make_sparsifier("hard_threshold", workers=2, dim=3, value=1.0, warm_up_steps=1),
+    ),
+    (
+        "another sparsifier: momentum_correction None there, 0.9 here",
+        lambda: make_sparsifier("topk", workers=2, dim=3, momentum_correction=0.9).load_state_dict(
+            make_sparsifier("topk", workers=2, dim=3).state_dict()
+        ),
+    ),
     ("value must be", lambda: make_sparsifier("hard_threshold", workers=2, dim=3, value=-1.0)),
     ("layers must sum to dim = 3", lambda: make_sparsifier("deft", workers=2, dim=3, layers=[1, 1])),
     ("floating-point", lambda: make_sparsifier("topk", workers=2, dim=3).reduce(torch.ones(2, 3, dtype=torch.long))),

@@ -17,6 +17,7 @@ from cdgrab.sparsify.deft import allot, deal, pieces
 from cdgrab.sparsify.partitions import balanced, block_edges, equal_runs, partition_edges
 
 PAPER = {"threshold": "paper"}
+FEEDBACK = [{}, {"error_feedback": False}, {"momentum_correction": 0.6, "warm_up_steps": 5, "warm_up_density": 0.3}]
 ORACLES = {
     "dense": ("dense", {}, oracles.dense, {}),
     "topk": ("topk", {}, oracles.topk, {}),
@@ -50,7 +51,7 @@ def test_equals_its_oracle(case, shape):
     oracle_options = options if oracle_options is None else oracle_options
     if "layers" in options:
         options = oracle_options = {"layers": [1, dim // 2, dim - dim // 2 - 1]}
-    for feedback in [{}] if name == "dense" else [{}, {"error_feedback": False}]:
+    for feedback in FEEDBACK[:1] if name == "dense" else FEEDBACK:
         found = make_sparsifier(name, workers=workers, dim=dim, density=density, **options, **feedback)
         oracle = oracles.Oracle(method, workers, dim, density, **oracle_options, **feedback)
         for step, gradients in enumerate(gradients_of(iterations, workers, dim)):

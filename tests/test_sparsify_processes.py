@@ -3,7 +3,7 @@
 import pytest
 import torch
 from process_runs import PROCESSES
-from sparsify_checks import DDP, PAUSE, SHAPES, VARIANTS, trained_alone, trajectory
+from sparsify_checks import DDP, PAUSE, PEERS, SHAPES, VARIANTS, trained_alone, trajectory
 
 from cdgrab.errors import CollectiveError, MissingError
 from cdgrab.runtime.agreement import refuse_different_ranks
@@ -23,7 +23,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + PEERS, ids=str)
 def test_updates_and_index_sets_equal_those_of_one_process(found, variant, processes):
     for shape in SHAPES[processes]:
         alone = trajectory(WorkerGroup(shape[0]), shape, variant)
@@ -33,7 +33,7 @@ def test_updates_and_index_sets_equal_those_of_one_process(found, variant, proce
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS + PEERS, ids=str)
 def test_bytes_in_the_statistics_are_those_on_the_wire(found, variant, processes):
     """With a process for every worker. Uneven shares of coordinates are padded, and a leader's broadcast costs its
     neighbour nothing and the others a whole message."""
@@ -47,12 +47,20 @@ def test_bytes_in_the_statistics_are_those_on_the_wire(found, variant, processes
 @pytest.mark.parametrize(("processes", "name", "options"), [*((2, *some) for some in DDP), (4, *DDP[0])])
 def test_ddp_trains_as_a_sparsifier_that_hosts_all_workers(found, name, options, processes):
     """Over several buckets, their regrouping, no_sync and a resumed checkpoint."""
-    parameters, stats, buckets = found[processes]["ddp", name]
+    parameters, stats, buckets = found[processes]["ddp", name, *options]
     expected, expected_stats = trained_alone(processes, name, options)
     torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-12)
     assert stats["counts"] == expected_stats["counts"] and stats["density"] == expected_stats["density"]
     assert len(buckets[1]) > 1 and buckets[0] != buckets[1] == buckets[2], "DDP regrouped its buckets"
     assert buckets[PAUSE] == buckets[0] and buckets[PAUSE + 1] == buckets[1]
+
+
+@pytest.mark.parametrize(("which", "most"), [(0, 2e-3), (1, 1e-9), (2, 1e-9)])
+def test_peers_train_as_by_the_hooks_of_pytorch(found, which, most):
+    """fp16 is summed in 16 bits there, and in the gradients' own type here."""
+    ours, dense = trained_alone(2, *PEERS[which])[0], trained_alone(2, "dense", {})[0]
+    assert (ours - found[2]["torch"][which]).abs().max() < most
+    assert (ours - dense).abs().max() > 1e-5
 
 
 def test_ddp_goes_on_after_a_gradient_that_is_not_finite(found):

@@ -53,7 +53,7 @@ def test_matched_top_k_has_the_wanted_density_where_the_plain_one_builds_up():
             mean.average(gradients())
         found[kind] = mean.epoch_means()["density"]
     assert found[MATCHED] == pytest.approx(0.01, rel=0.1) and found["topk"] > 0.03
-    assert mean.sparsifier.state_dict()["common"]["target"] < 100
+    assert mean.sparsifier.state_dict()["common"]["_largest"] < 100
 
 
 def test_settling_times_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 from torch import nn
 
@@ -14,13 +15,15 @@ from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.ddp import BucketHook, common_dtype
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify.averager import SparseAverager as SparseAverager
-from cdgrab.sparsify.base import Sparsifier, Stats
+from cdgrab.sparsify.base import Sparsifier as Sparsifier
+from cdgrab.sparsify.compressor import Compressor, Stats
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
+from cdgrab.sparsify.peers import HalfPrecision, PowerSGD
 from cdgrab.sparsify.sidco import SIDCo
 from cdgrab.sparsify.simple import CyclicLocalTopK, Dense, HardThreshold, TopK
 
-SPARSIFIERS: dict[str, type[Sparsifier]] = {
+SPARSIFIERS: dict[str, type[Compressor]] = {
     "dense": Dense,
     "topk": TopK,
     "cltk": CyclicLocalTopK,
@@ -29,6 +32,8 @@ SPARSIFIERS: dict[str, type[Sparsifier]] = {
     "deft": DEFT,
     "micro": MiCRO,
     "exdyna": ExDyna,
+    "fp16": HalfPrecision,
+    "powersgd": PowerSGD,
 }
 
 
@@ -39,23 +44,29 @@ def sparsifier_options(name: str) -> tuple[str, ...]:
 
 def make_sparsifier(
     name: str, *, workers: int, dim: int, density: float = 0.01, group: WorkerGroup | None = None, **options
-) -> Sparsifier:
+) -> Compressor:
     """A sparsifier by name. Without a `group` (see `cdgrab.runtime.group`) this process hosts all workers.
 
-    Options: `error_feedback` (true | false) for all but dense; `value` for hard_threshold; `layers` for deft;
-    `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative |
-    static), `blocks` and `faithful` (to the published code) for exdyna.
+    Options: `error_feedback` (true | false) for all but dense and fp16; `momentum_correction` (0 is off; 0.9 is usual),
+    `warm_up_steps` (0 is off) and `warm_up_density` for all with a density; `value` for hard_threshold; `layers` for
+    deft; `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative
+    | static), `blocks` and `faithful` (to the published code) for exdyna; `rank` and `shapes` for powersgd.
     """
     refuse_unknown_options("sparsifier", name, options, sparsifier_options(name))
     return SPARSIFIERS[name](workers=workers, dim=dim, density=density, group=group, **options)
 
 
-def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGroup, **options) -> Sparsifier:
-    """A sparsifier for the gradient of these parameters, with one worker per process. For deft they are the layers."""
-    sizes = [parameter.numel() for parameter in parameters]
-    if "layers" in sparsifier_options(name):
-        options.setdefault("layers", sizes)
-    return make_sparsifier(name, workers=group.workers, dim=sum(sizes), group=group, **options)
+def sparsifier_of(parameters: Sequence[nn.Parameter], name: str, group: WorkerGroup, **options) -> Compressor:
+    """A sparsifier for the gradient of these parameters, with one worker per process."""
+    shapes = [list(parameter.shape) for parameter in parameters]
+    options = known_of_a_model(name, shapes) | options
+    return make_sparsifier(name, workers=group.workers, dim=sum(map(prod, shapes)), group=group, **options)
+
+
+def known_of_a_model(name: str, shapes: Sequence[Sequence[int]]) -> dict[str, list]:
+    """Options that follow from the shapes of a model's parameters: the layers of deft, the matrices of powersgd."""
+    known = {"layers": [prod(shape) for shape in shapes], "shapes": [list(shape) for shape in shapes]}
+    return {option: value for option, value in known.items() if option in sparsifier_options(name)}
 
 
 class Hook(BucketHook):
@@ -65,7 +76,7 @@ class Hook(BucketHook):
     to coordinates of that vector, so DDP may regroup its buckets.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Sparsifier) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], sparsifier: Compressor) -> None:
         super().__init__(parameters, partial(sparsifier.reduce_parts, dtype=common_dtype(parameters)), sparsifier)
         self.sparsifier = sparsifier
         self.state_dict, self.load_state_dict = sparsifier.state_dict, sparsifier.load_state_dict

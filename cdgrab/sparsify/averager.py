@@ -8,7 +8,7 @@ from torch import Tensor
 from cdgrab.checks import is_dense
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.fields import FLOAT64, Field
-from cdgrab.sparsify.base import Sparsifier
+from cdgrab.sparsify.compressor import Compressor
 
 LOGGED = ("density", "imbalance", "threshold", "bytes")
 
@@ -16,7 +16,7 @@ LOGGED = ("density", "imbalance", "threshold", "bytes")
 class SparseAverager:
     """Averages like `cdgrab.runtime.mean.Averager`, but with a sparsifier, and keeps statistics for each epoch."""
 
-    def __init__(self, sparsifier: Sparsifier) -> None:
+    def __init__(self, sparsifier: Compressor) -> None:
         self.sparsifier = sparsifier
         self._start()
 
@@ -33,14 +33,15 @@ class SparseAverager:
     def epoch_means(self) -> dict[str, float]:
         """Means since the last call, over all processes, since some thresholds differ from process to process.
 
-        build_up: the actual density, divided by the wanted one.
+        build_up: the actual density, divided by the wanted one, both means over the steps.
         """
         means = torch.tensor([[self._sums[name] / max(1, self._steps) for name in LOGGED]], dtype=torch.float64)
         found = dict(zip(LOGGED, self.sparsifier.group.gather(means).mean(0).tolist(), strict=True))
         if not self._thresholds:
             del found["threshold"]
+        wanted = self.sparsifier.mean_density(self._steps)
         self._start()
-        return found | {"build_up": found["density"] / self.sparsifier.density}
+        return found | {"build_up": found["density"] / wanted}
 
     def running_sums(self) -> Tensor:
         """The sums behind `epoch_means`, a row for each process, on every process."""

@@ -1,24 +1,19 @@
 """What a sparsifier is: the workers' gradients in, one averaged update with few non-zero coordinates out.
 
 Every worker adds its gradient to what it has not sent yet (error feedback), and selects coordinates. All workers send
-their values at every coordinate that anyone selected (the union), and set what they sent to zero. Checks, exchange,
-residuals and state live here; which coordinates a worker selects is up to the subclasses.
+their values at every coordinate that anyone selected (the union), and set what they sent to zero. The exchange lives
+here; which coordinates a worker selects is up to the subclasses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from cdgrab.checks import MOST, all_finite, count, number, one_of, shape
-from cdgrab.errors import CdgrabError, NotFiniteError
-from cdgrab.runtime.fields import Field
-from cdgrab.runtime.group import WorkerGroup
+from cdgrab.checks import count, number
+from cdgrab.errors import CdgrabError
 from cdgrab.runtime.mean import Averager, tree_sum
-from cdgrab.runtime.state import WorkerState
+from cdgrab.sparsify.compressor import UNSAID, Compressor, Parts, Stats, rounded, summed_bytes
 
 
 def wanted(density: float, dim: int) -> int:
@@ -26,22 +21,12 @@ def wanted(density: float, dim: int) -> int:
     return max(1, int(round(density * dim, 6)))  # in binary, 0.29 · 100 is a little less than 29
 
 
-class Stats(dict):
-    """Numbers of the last call, by key or as attributes.
-
-    density: of the update; counts: coordinates selected, per worker; threshold: None if there is none;
-    imbalance: workers · max(counts) / sum(counts) − 1, the overhead of padding in the exchange of indices (0 if
-    nothing is selected);
-    bytes: what a worker sends, on average, if every worker is a separate process and collectives are rings.
-    """
-
-    def __getattr__(self, name: str) -> object:
-        if name in self:
-            return self[name]
-        raise AttributeError(f"no {name} in the statistics of the last call: {', '.join(self) or 'there was none'}")
+def warming_up(first: float, density: float, steps: int, iteration: int) -> float:
+    """The density that is wanted in an iteration: exponentially from `first` to `density` in so many steps."""
+    return density if iteration >= steps else first * (density / first) ** (iteration / steps)
 
 
-class Sparsifier(WorkerState):
+class Sparsifier(Compressor):
     """A subclass implements `select` and, if it adapts, `prepare` and `learn`.
 
     Tensors, numbers and lists that it keeps in attributes are saved and restored automatically; tensors with a row for
@@ -49,34 +34,18 @@ class Sparsifier(WorkerState):
     names. To use it by name, register it: `SPARSIFIERS["mine"] = Mine`.
     """
 
-    kind = "sparsifier"
-    decisive = ("workers", "dim", "density")
-    progress = ("iteration",)
-    base_per_worker = ("_residual",)
-    label: str = ""
-    options: tuple[str, ...] = ("error_feedback",)  # what `make_sparsifier` takes beyond workers, dim, density, group
+    options: tuple[str, ...] = (*Compressor.options, *UNSAID)
     exclusive: bool = False  # workers never select the same coordinate
 
-    def __init__(
-        self,
-        *,
-        workers: int,
-        dim: int,
-        density: float = 0.01,
-        error_feedback: bool = True,
-        group: WorkerGroup | None = None,
-    ) -> None:
-        self._join(workers, group)
-        self.dim = count("dim", dim, 1)
-        one_of("error_feedback", error_feedback, (True, False))
-        self.density, self.error_feedback = number("density", density, above=0, at_most=1), error_feedback
-        self.target = wanted(self.density, self.dim)
-        self.stats = Stats()
-        self.selected: list[Tensor] = []  # the coordinates that each of all workers selected in the last call
-        self._index_type = torch.int32 if self.dim < 2**31 else torch.int64
-        self._remember_settings()
-        self.iteration = 0
-        self._residual = torch.empty(self.local_workers, 0)  # allocated when the first gradients arrive
+    def __init__(self, *, warm_up_steps: int = 0, warm_up_density: float = 0.25, **settings) -> None:
+        """warm_up_steps: in so many steps the wanted density falls from `warm_up_density` to `density`."""
+        self.warm_up_steps = count("warm_up_steps", warm_up_steps, 0)
+        self.warm_up_density = number("warm_up_density", warm_up_density, above=0, at_most=1)
+        super().__init__(**settings)
+        if self.warm_up_steps and self.warm_up_density < self.density:
+            raise CdgrabError(
+                f"warm_up_density must be at least density = {self.density:g}, got {self.warm_up_density:g}"
+            )
 
     # -- the interface ------------------------------------------------------------------------------------------------
 
@@ -86,14 +55,14 @@ class Sparsifier(WorkerState):
         All processes call this together. A refused call changes nothing, on any process.
         """
         gradients = self._checked(gradients)
-        union, sent = self._exchange(self._accumulate(gradients), [(slice(0, self.dim), gradients)])
+        union, sent = self._exchange([(slice(0, self.dim), gradients)], gradients.dtype)
         return gradients.new_zeros(self.dim).index_copy_(0, union, sent)
 
-    def reduce_parts(self, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> None:
-        """`reduce` for a process with one worker, in place: its gradient is in parts, each with its place in the whole,
-        and the update is written over them. dtype: of the whole. Reads and writes memory half as often as `reduce`."""
-        self._refuse_not_finite(_all_finite([part for _, part in parts]), parts[0][1].device)
-        union, sent = self._exchange(self._accumulate_parts(parts, dtype), parts)
+    def reduce_parts(self, parts: Parts, dtype: torch.dtype) -> None:
+        """`reduce` for a process with one worker, in place: its gradient is in parts, and the update is written over
+        them. dtype: of the whole. Reads and writes memory half as often as `reduce`."""
+        self._refuse_not_finite([part for _, part in parts])
+        union, sent = self._exchange(parts, dtype)
         union, order = union.sort()
         sent, edges = sent[order], [edge for place, _ in parts for edge in (place.start, place.stop)]
         edges = iter(torch.searchsorted(union, torch.tensor(edges, device=union.device)).tolist())
@@ -103,8 +72,22 @@ class Sparsifier(WorkerState):
             if not part.is_contiguous():
                 part.copy_(flat.view_as(part))
 
-    def _exchange(self, accumulated: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
+    def density_at(self, iteration: int) -> float:
+        """The density that is wanted then."""
+        return warming_up(self.warm_up_density, self.density, self.warm_up_steps, iteration)
+
+    def mean_density(self, steps: int) -> float:
+        warm = range(max(0, self.iteration - steps), min(self.iteration, self.warm_up_steps))
+        return self.density + sum(self.density_at(iteration) - self.density for iteration in warm) / max(1, steps)
+
+    @property
+    def target(self) -> int:
+        """How many coordinates are wanted in this iteration."""
+        return wanted(self.density_at(self.iteration), self.dim)
+
+    def _exchange(self, parts: Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The coordinates that are sent, and their averages as the types of these parts can hold them."""
+        accumulated = self._accumulate(parts, dtype)
         extra_bytes = self.prepare(accumulated)
         selected, index_bytes = self._share(self.select(accumulated))
         union = self._union(selected)
@@ -115,26 +98,15 @@ class Sparsifier(WorkerState):
             accumulated.index_fill_(1, union, 0)
             if sent is not average:  # what 16 bits cannot hold is sent later
                 accumulated.index_add_(1, union, (average - sent).expand(len(accumulated), -1))
+        if self.momentum_correction:
+            self._momentum.index_fill_(1, union, 0)
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())
-        finite_bytes = self.workers - 1  # for the check before: one byte to every other worker
-        self._record(counts, len(union), finite_bytes + extra_bytes + index_bytes + value_bytes)
+        self._record(counts, len(union), self._checking_bytes() + extra_bytes + index_bytes + value_bytes)
         self.selected = selected
         self.learn(counts)
         self.iteration += 1
         return union, sent
-
-    @contextmanager
-    def holding_back(self, places: Sequence[slice]) -> Iterator[None]:
-        """What is owed to these coordinates waits: whatever is sent to them in this context is lost."""
-        owed = [self._residual[:, place].clone() for place in places if self._residual.numel()]
-        for place, _ in zip(places, owed, strict=False):
-            self._residual[:, place] = 0
-        try:
-            yield
-        finally:
-            for place, values in zip(places, owed, strict=False):
-                self._residual[:, place] += values.to(self._residual)
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -166,9 +138,13 @@ class Sparsifier(WorkerState):
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _index_type(self) -> torch.dtype:
+        return torch.int32 if self.dim < 2**31 else torch.int64
+
     def summed_bytes(self, size: int) -> int:
         """The bytes that a worker sends when all workers sum `size` bytes."""
-        return 2 * (self.workers - 1) * size // self.workers
+        return summed_bytes(self.workers, size)
 
     def _record(self, counts: list[int], union: int, sent: int) -> None:
         self.stats = Stats(
@@ -186,74 +162,15 @@ class Sparsifier(WorkerState):
         taken[torch.cat(selected)] = True
         return taken.nonzero().squeeze(1)
 
-    def _accumulate(self, gradients: Tensor) -> Tensor:
-        """Residuals plus gradients. With error feedback this is the tensor of the residuals itself."""
-        if not self.error_feedback:
-            return gradients.to(_wide(gradients.dtype))
-        return self._residuals(gradients.dtype, gradients.device).add_(gradients)
 
-    def _accumulate_parts(self, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
-        device = parts[0][1].device
-        if not self.error_feedback:
-            whole = torch.zeros(1, self.dim, dtype=_wide(dtype), device=device)
-        else:
-            whole = self._residuals(dtype, device)
-        for place, part in parts:
-            whole[0, place].view_as(part).add_(part)
-        return whole
-
-    def _residuals(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where, and in the type in which, gradients of this type are accumulated."""
-        if not self._residual.numel():
-            self._residual = torch.zeros(self.local_workers, self.dim, dtype=_wide(dtype), device=device)
-        self._residual = self._residual.to(device, _wide(dtype))
-        return self._residual
-
-    def fields(self, *, iteration: int) -> dict[str, Field]:
-        kept = self.dim if iteration and self.error_feedback else 0
-        residual = Field((torch.float32, torch.float64), (kept,))
-        return {"iteration": Field((int,), least=0, most=MOST), "_residual": residual}
-
-    def _checked(self, gradients: Tensor) -> Tensor:
-        if not isinstance(gradients, Tensor) or not gradients.is_floating_point():
-            raise CdgrabError("gradients must be a tensor of floating-point numbers")
-        shape("gradients", gradients, {"workers": self.local_workers, "dim": self.dim})
-        gradients = gradients.detach()
-        self._refuse_not_finite(all_finite(gradients), gradients.device)
-        return gradients
-
-    def _refuse_not_finite(self, finite: bool, device: torch.device) -> None:
-        if self.group.world_size > 1:  # all processes refuse together
-            mine = torch.tensor([finite], dtype=torch.uint8, device=device)
-            finite = bool(self.group.gather(mine).all())
-        if not finite:
-            raise NotFiniteError(f"gradients must be finite; those of iteration {self.iteration} are not")
-
-
-def _all_finite(parts: Sequence[Tensor]) -> bool:
-    """As `all_finite`; a GPU is asked only once."""
-    return all_finite(torch.stack([part.sum().double() for part in parts])) or all(map(all_finite, parts))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In 16 bits small residuals would be lost."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _as_held(average: Tensor, union: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+def _as_held(average: Tensor, union: Tensor, parts: Parts) -> Tensor:
     """Averages at these coordinates, each rounded to the type of the part that it belongs to."""
     kinds = {part.dtype for _, part in parts}
     if len(kinds) == 1:
-        return _rounded(average, *kinds)
+        return rounded(average, *kinds)
     parts = sorted(parts, key=lambda part: (part[0].start, part[0].stop))
     which = torch.bucketize(union, torch.tensor([place.start for place, _ in parts], device=union.device), right=True)
     for kind in kinds:
         here = torch.tensor([False, *(part.dtype == kind for _, part in parts)], device=union.device)
-        average = torch.where(here[which], _rounded(average, kind).to(average.dtype), average)
+        average = torch.where(here[which], rounded(average, kind).to(average.dtype), average)
     return average
-
-
-def _rounded(average: Tensor, dtype: torch.dtype) -> Tensor:
-    """In this type; a number beyond its range becomes the largest, not infinity."""
-    most = torch.finfo(dtype).max
-    return average if average.dtype == dtype else average.clamp(-most, most).to(dtype)

@@ -57,7 +57,7 @@ class ExDyna(Sparsifier):
         workers, and cannot oscillate. Equal magnitudes pass together; then only `rule: balanced` limits the density.
       proportional: multiplied by (selected / wanted) ** 0.1 afterwards; counted at the start and when far off.
         At low densities it oscillates, because many residuals reach the threshold together.
-      paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: stays there.
+      paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: is that of k.
     rule: how partitions adapt to the loads.
       balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share.
       paper, relative: neighbours exchange single blocks. static: they don't.
@@ -95,8 +95,6 @@ class ExDyna(Sparsifier):
         self._cuts = torch.tensor(self._edges[1:-1], dtype=torch.long)  # the same, where the gradients are
         self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
         self._loads: list[float] = []  # running mean of what is selected in each block
-        fair = self.target / self.workers
-        self._most = max(math.ceil(fair), round(MOST * fair)) if rule == "balanced" else 0  # 0: no limit
         self._aim = 1.0  # how many times the target must reach the threshold so that the target is sent
         self._value = thresholds.first_guess(self.target)
         self._counted_at = -1  # never
@@ -136,13 +134,18 @@ class ExDyna(Sparsifier):
             partition = (self.iteration + worker) % self.workers
             yield row, edges[partition], edges[partition + 1]
 
+    def _most(self) -> int:
+        """How many coordinates a worker may send; 0: no limit."""
+        fair = self.target / self.workers
+        return max(math.ceil(fair), round(MOST * fair)) if self.rule == "balanced" else 0
+
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        found = []
+        found, most = [], self._most()
         for row, start, end in self._own(accumulated):
             indices = start + reaching(row[start:end], self._value)
-            if self._most and len(indices) > self._most:  # the rest waits for a later iteration
+            if most and len(indices) > most:  # the rest waits for a later iteration
                 indices = shuffled(indices, self.iteration)
-                indices = indices[largest(row[indices], self._most)]
+                indices = indices[largest(row[indices], most)]
             if not len(indices) and end > start:
                 indices = torch.tensor([start + self.iteration % (end - start)], device=row.device)
             found.append(indices)
@@ -155,6 +158,8 @@ class ExDyna(Sparsifier):
         if self._counts_now():
             self._value, sent = self._counted(accumulated)
             self._counted_at = self.iteration
+        elif self.threshold == "fixed":
+            self._value = thresholds.first_guess(self.target)
         return sent
 
     def _counts_now(self) -> bool:

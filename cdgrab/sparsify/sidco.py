@@ -33,6 +33,11 @@ def fitted_threshold(values: Tensor, density: float, stages: int) -> float:
     return max(threshold, SMALLEST)
 
 
+def most_stages(density: float) -> int:
+    """More would leave nothing for the last one to do."""
+    return max(1, math.ceil(math.log(density) / math.log(KEPT)))
+
+
 class SIDCo(Sparsifier):
     label = "SIDCo"
     per_worker = ("_stages", "_direction", "_ratios", "_last")
@@ -40,8 +45,6 @@ class SIDCo(Sparsifier):
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        # more stages would leave nothing for the last one to do
-        self.most_stages = max(1, math.ceil(math.log(self.density) / math.log(KEPT)))
         self._stages = torch.ones(self.local_workers, dtype=torch.long)
         # Whether more stages raise or lower the density depends on the tail: a change for the worse reverses this.
         self._direction = torch.ones(self.local_workers, dtype=torch.long)  # change of stages if too little is selected
@@ -50,8 +53,9 @@ class SIDCo(Sparsifier):
         self._thresholds: list[float] = []
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
+        density = self.density_at(self.iteration)
         self._thresholds = [
-            fitted_threshold(row, self.density, stages)
+            fitted_threshold(row, density, stages)
             for row, stages in zip(accumulated, self._stages.tolist(), strict=True)
         ]
         return [reaching(row, threshold) for row, threshold in zip(accumulated, self._thresholds, strict=True)]
@@ -64,7 +68,7 @@ class SIDCo(Sparsifier):
         off, worse = error.abs() > OFF, error.abs() > self._last
         self._direction = torch.where(off & worse, -self._direction, self._direction)
         step = torch.where(error < 0, self._direction, -self._direction) * off
-        moved = (self._stages + step).clamp(1, self.most_stages)
+        moved = (self._stages + step).clamp(1, most_stages(self.density_at(self.iteration)))
         stuck = off & (moved == self._stages)
         self._direction = torch.where(stuck, -self._direction, self._direction)
         self._stages, self._last = moved, error.abs()
@@ -72,7 +76,7 @@ class SIDCo(Sparsifier):
 
     def fields(self, *, iteration: int) -> dict[str, Field]:
         return super().fields(iteration=iteration) | {
-            "_stages": Field(INT64, (), 1, self.most_stages),
+            "_stages": Field(INT64, (), 1, most_stages(self.density)),
             "_direction": Field(INT64, (), -1, 1, torch.all, "none of them 0"),
             "_ratios": Field(FLOAT64, (), least=0.0),
             "_last": Field(FLOAT64, (), 0.0, math.inf),

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cdgrab.checks import number
-from cdgrab.sparsify.base import Sparsifier
+from cdgrab.errors import CdgrabError
+from cdgrab.sparsify.base import Sparsifier, wanted
 from cdgrab.sparsify.threshold import first_guess, largest, reaching
 
 
@@ -73,14 +74,19 @@ class HardThreshold(Sparsifier):
 
     label = "hard threshold"
     options = (*Sparsifier.options, "value")
+    saved = ("_residual",)
 
     def __init__(self, *, value: float | None = None, **settings) -> None:
         """value: the threshold; by default 1 / (2 √k)."""
         super().__init__(**settings)
-        self.value = first_guess(self.target) if value is None else number("value", value, above=0)
+        self._given = value is not None
+        if self._given and self.warm_up_steps:
+            raise CdgrabError("value fixes the threshold, and no density warms up: leave out value or warm_up_steps")
+        usual = first_guess(wanted(self.density, self.dim))
+        self.value = number("value", value, above=0) if self._given else usual
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        return [reaching(row, self.value) for row in accumulated]
+        return [reaching(row, self._threshold()) for row in accumulated]
 
     def _threshold(self) -> float:
-        return self.value
+        return self.value if self._given else first_guess(self.target)

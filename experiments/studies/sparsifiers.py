@@ -15,6 +15,7 @@ from torch import Tensor
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, Sparsifier, make_sparsifier
 from cdgrab.sparsify.simple import TopK
+from cdgrab.sparsify.threshold import largest
 from experiments.report.names import readable, task_name
 from experiments.store.records import significant
 from experiments.studies.synthetic import LayeredGradients, SparseModel
@@ -35,7 +36,14 @@ FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that
 TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor
 SPARSE = {"words": 20_000, "width": 8, "length": 20}
 SPARSE_TRAINING = {"batch": 8, "rate": 1.0}
-SHORT = {"error_feedback=false": "no error feedback", "threshold=fixed": "fixed threshold", "faithful=true": "faithful"}
+SHORT = {
+    "error_feedback=false": "no error feedback",
+    "faithful=true": "faithful",
+    "momentum=0": "no momentum",
+    "momentum_correction=0.9": "momentum correction",
+    "threshold=fixed": "fixed threshold",
+    "warm_up=true": "warm-up",
+}
 
 
 def options_of(method: str) -> tuple[str, dict]:
@@ -50,7 +58,7 @@ def method_label(method: str) -> str:
     if method == PUBLISHED:
         return "ExDyna as published"
     plain = getattr(SPARSIFIERS[name], "label", None) or readable(name)
-    return ", ".join([plain, *(SHORT.get(option, option.replace("rule=", "rule ")) for option in options)])
+    return ", ".join([plain, *(SHORT.get(option, option.replace("=", " ")) for option in options)])
 
 
 def variant(method: str) -> str:
@@ -199,23 +207,31 @@ class MatchedTopK(TopK):
     """Top-k that holds the density of the update by adapting how many coordinates each worker selects: how much the
     workers' selections overlap varies. Otherwise methods would be compared at different densities."""
 
-    saved = ("_residual", "target")
+    saved = ("_residual", "_largest")
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self._largest = self.target  # how many each worker selects
+
+    def select(self, accumulated: Tensor) -> list[Tensor]:
+        return list(largest(accumulated, self._largest))
 
     def learn(self, counts: list[int]) -> None:
-        wanted = self.density / max(self.stats.density, 1 / self.dim)
-        self.target = min(max(1, round(self.target * wanted**FOLLOWING)), self.dim)
+        now, later = (self.density_at(self.iteration + ahead) for ahead in (0, 1))
+        wanted = (now / max(self.stats.density, 1 / self.dim)) ** FOLLOWING
+        self._largest = min(max(1, round(self._largest * wanted * (later / now))), self.dim)
 
 
 SPARSIFIERS[MATCHED] = MatchedTopK
 
 
-def sparsified(run_overrides: list[str], method: str) -> list[str]:
-    """The run with this method, at the density at which methods are compared."""
+def sparsified(run_overrides: list[str], method: str, density: float | None = TRAINED_DENSITY) -> list[str]:
+    """The run with this method, at the density at which methods are compared; None: it has none."""
     name, options = options_of(method)
     trained = MATCHED if name == TOPK else name
     chosen = [f"sparsifier={trained}", *(f"sparsifier.{key}={value}" for key, value in options.items())]
-    if name != DENSE:
-        chosen.append(f"sparsifier.density={TRAINED_DENSITY}")
+    if name != DENSE and density:
+        chosen.append(f"sparsifier.density={density}")
     return [*run_overrides, *chosen]
 
 

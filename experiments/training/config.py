@@ -48,7 +48,10 @@ DEPLOYMENT = {
 
 # Values from before these settings existed. They are left out, so that runs from then are still the same runs.
 UNSAID = {
+    "sparsifier.momentum_correction": 0.0,
     "sparsifier.name": "dense",
+    "sparsifier.warm_up_density": 0.25,
+    "sparsifier.warm_up_steps": 0,
     "task.initial_weights": "own",
     "task.model": "lenet",
     "task.normalisation": "cifar10",

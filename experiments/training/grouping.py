@@ -72,6 +72,7 @@ def _fit_in_memory(member: Member) -> int:
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
     vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
     vectors += 3 * config.workers * (member.sparse_mean is not None)  # what is averaged and what is not sent yet
+    vectors += config.workers * bool(config.sparsifier.get("momentum_correction"))
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
     own += BLOCK_BYTES["cuda"] * (member.device.type == "cuda")
     return max(1, free_memory(member.device) // (2 * own))

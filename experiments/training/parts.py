@@ -13,7 +13,7 @@ from torch import Tensor
 from cdgrab.balance import kernels
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import make_sorter
-from cdgrab.sparsify import SparseAverager, make_sparsifier, sparsifier_options
+from cdgrab.sparsify import SparseAverager, known_of_a_model, make_sparsifier
 from experiments.training.gradients import FlatParameters
 
 BLOCK_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}  # of data and unit gradients held at once; on a GPU by each run
@@ -26,8 +26,8 @@ def make_sparse_mean(config: DictConfig, flat: FlatParameters, group: WorkerGrou
     options = dict(config.sparsifier)
     if options["name"] == "dense":
         return None
-    if "layers" in sparsifier_options(options["name"]) and options["layers"] is None:
-        options["layers"] = flat.sizes
+    known = known_of_a_model(options["name"], list(flat.shapes.values()))
+    options |= {option: value for option, value in known.items() if options[option] is None}
     return SparseAverager(make_sparsifier(workers=config.workers, dim=flat.dim, group=group, **options))
 
 

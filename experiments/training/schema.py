@@ -108,8 +108,17 @@ def _together(config: DictConfig, wrong: dict[str, str]) -> Iterator[str]:
         )
     if right("task.herding_replays") and config.task.herding_replays and config.sparsifier.name != "dense":
         yield "task.herding_replays needs sparsifier=dense: a replay would change what a sparsifier has kept"
+    if right("task.momentum", "task.optimiser") and config.sparsifier.get("momentum_correction"):
+        yield from _two_momenta(config)
     yield from _sorter(config)
     yield from _sparsifier(config)
+
+
+def _two_momenta(config: DictConfig) -> Iterator[str]:
+    """Momentum is applied by the workers or by the optimiser, not twice."""
+    if config.task.optimiser != "sgd" or config.task.momentum:
+        found = f"task.momentum={config.task.momentum:g}" if config.task.optimiser == "sgd" else config.task.optimiser
+        yield f"sparsifier.momentum_correction needs task.optimiser=sgd task.momentum=0: got {found}, a second momentum"
 
 
 def _sorter(config: DictConfig) -> Iterator[str]:
@@ -122,14 +131,21 @@ def _sorter(config: DictConfig) -> Iterator[str]:
 
 def _sparsifier(config: DictConfig) -> Iterator[str]:
     """The same. Whether there are enough coordinates is told when the model is known."""
-    layers = config.sparsifier.get("layers")
-    if layers is not None and not (isinstance(layers, ListConfig) and all(map(is_whole, layers))):
+    layers, shapes = config.sparsifier.get("layers"), config.sparsifier.get("shapes")
+    if layers is not None and not _whole_numbers(layers):
         yield f"sparsifier.layers must be null or a list of whole numbers, got {layers!r}"
-    options = {key: value for key, value in _smaller(config.sparsifier, "blocks").items() if key != "layers"}
+    if shapes is not None and not (isinstance(shapes, ListConfig) and all(map(_whole_numbers, shapes))):
+        yield f"sparsifier.shapes must be null or a list of lists of whole numbers, got {shapes!r}"
+    options = _smaller(config.sparsifier, "blocks")
+    options = {key: value for key, value in options.items() if key not in ("layers", "shapes")}
     try:
         make_sparsifier(workers=1, dim=ALIGNMENT, **options)
     except CdgrabError as error:
         yield str(error)
+
+
+def _whole_numbers(value: object) -> bool:
+    return isinstance(value, ListConfig) and all(map(is_whole, value))
 
 
 def _smaller(settings: DictConfig, size: str) -> dict:
