@@ -13,7 +13,7 @@ IMPORTS = $(BIN)/lint-imports --no-logo
 DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
 # What is given on the command line becomes a quoted word of a shell command: nothing in it may end the quotes.
-GIVEN := SIZE SEEDS EPOCHS WORKERS NPROC JOBS REPLICAS TRACKER DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
+GIVEN := SIZE SEEDS CELLS EPOCHS WORKERS NPROC JOBS REPLICAS TRACKER DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
 QUOTE := '
 DOLLAR := $$
 define NEWLINE
@@ -68,7 +68,7 @@ reproduce-%: $(READY) ## all runs of a task's figures, the figures and a table: 
 	@$(BIN)/python -m scripts.reproduce '$*' $(OPTIONS)
 
 study-%: $(READY) ## a study: its results, notebook, figures and verdicts (STUDIES.md) under results/trial; SIZE=paper: under results/
-	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(SORTERS),'study.sorters=[$(SORTERS)]') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
+	@$(BIN)/python -m experiments.study 'study=$(subst -,_,$*)' $(if $(SIZE),'size=$(SIZE)') $(if $(SEEDS),'study.seeds=$(SEEDS)') $(if $(SORTERS),'study.sorters=[$(SORTERS)]') $(if $(CELLS),'study.only=[$(CELLS)]') $(if $(JOBS),'jobs=$(JOBS)') $(if $(DATA),'data=$(DATA)')
 
 data-%: $(READY) ## download a task's dataset into CDGRAB_DATA or ./data, checked
 	@$(BIN)/python -m scripts.get_data '$*'

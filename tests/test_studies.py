@@ -233,7 +233,7 @@ def test_refusals_are_one_sentence(arguments, message, capsys):
 
 def test_help_names_the_studies(capsys):
     assert main(["--help"]) == 0
-    assert "studies: herding, heterogeneity, learning_rate, practice, rates, scaling, sor" in capsys.readouterr().out
+    assert "studies: compression, herding, heterogeneity, learning_rate, practice, rates, sc" in capsys.readouterr().out
 
 
 def test_no_results_is_one_sentence(monkeypatch, tmp_path):

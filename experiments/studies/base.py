@@ -10,8 +10,8 @@ results/studies/<name>/<size>[-data][,changed settings]: metrics.jsonl (one line
 those of small sizes and embedded data to results/trial/studies.
 Parts that are there are not computed again, so an interrupted study goes on where it stopped. A study that trains has
 `tasks` in its settings; the data they use is found when it is composed and becomes the setting `sources`. One with
-`cells` may be finished without some of them (study.cells.<name>=null); what is there of these is kept until they are
-wanted.
+`cells` may be finished without some of them (study.only=[<name>,…], or study.cells.<name>=null); what is there of these
+is kept until they are wanted.
 
 pandas and matplotlib are imported when results are read, not while parts are computed.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from cdgrab.checks import count, one_of
+from cdgrab.checks import count, look_up, one_of
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame
 from experiments.report.statistics import looking
@@ -43,7 +43,7 @@ from experiments.training.composition import compose_config
 from experiments.training.config import flatten
 
 Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
-NOT_SETTINGS = ("title", "question", "sizes")  # of a yaml: words, and how other sizes differ
+NOT_SETTINGS = ("title", "question", "sizes", "only")  # of a yaml: words, how sizes differ, cells to carry out now
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,9 @@ def compose_study(overrides: list[str]) -> Study:
     looks_of(settings.seeds)
     before, after = (flatten(OmegaConf.to_container(some)) for some in (plain, settings))
     changed = "".join(f",{key}={value}" for key, value in after.items() if value != before.get(key))
+    if only := config.study.get("only"):
+        chosen = {name: look_up("cell", name, settings.cells) for name in only}
+        settings.cells = {name: own for name, own in settings.cells.items() if name in chosen}
     data = {task: _source(task, config.data) for task in settings.get("tasks", ())}
     labels = dict.fromkeys(source["label"] for source in data.values())
     if data:

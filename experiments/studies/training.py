@@ -105,7 +105,7 @@ def _train_first(runs: Sequence[TrainingRun]) -> list[list[dict]]:
     members = first_members(composed, group, device)
     trainer = Trainer(members)
     for member, metrics in evaluated(trainer.going()):
-        member.log = _Epochs(metrics)
+        member.log = _Epochs(metrics, member.sizes)
     with contextlib.suppress(DivergedError):
         trainer.fit(save=False)
     return [member.log.epochs for member in members]
@@ -138,11 +138,11 @@ def test_metric(task: str) -> str:
 class _Epochs:
     """Replaces a run's log, and keeps the metrics in memory."""
 
-    def __init__(self, untrained: dict[str, float]) -> None:
-        self.epochs = [untrained]
+    def __init__(self, untrained: dict[str, float], sizes: dict[str, int]) -> None:
+        self.epochs, self._sizes = [untrained], sizes
 
     def record(self, metrics: dict) -> None:
-        self.epochs.append(metrics)
+        self.epochs.append(metrics | self._sizes)
 
     def finish(self, status: str, reason: str | None = None) -> None:
         pass

@@ -1,0 +1,215 @@
+"""Training to an end with compressed gradients: what it loses and what it sends, and what helps.
+
+A cell is a model with so many workers and one density; or without a density, for what has none (dense training, fp16,
+PowerSGD) and for what the others are compared with. Losses are means over the last quarter of the epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from omegaconf import DictConfig, OmegaConf
+
+from cdgrab.errors import CdgrabError
+from cdgrab.sparsify.compressor import summed_bytes
+from experiments.report.kinds import DataFrame, Series
+from experiments.report.names import BASELINE, LOSS
+from experiments.report.names import OURS as BALANCED
+from experiments.report.statistics import SAME_LOSS, estimate, holm, paired_p
+from experiments.studies import sparsifiers
+from experiments.studies.parts import Part, trained
+from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, by_epoch, method_label, options_of
+from experiments.studies.training import overrides
+from experiments.studies.verdicts import Verdict, beyond_chance, judge, keeps, repeated
+from experiments.training.config import flatten
+
+CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
+BOTH = "exdyna,momentum_correction=0.9,warm_up=true"
+CALM = ",momentum=0"  # a method without any momentum
+OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
+NEAR = 1.05  # times the dense loss
+SAME = 1.0  # per cent of a loss
+FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
+FLOAT = 4  # bytes
+
+
+def parts(settings: DictConfig) -> Iterator[Part]:
+    """Cell by cell, the most valuable first, so that whoever stops early has whole ones."""
+    for name in cells(settings):
+        for seed in range(_seeds(settings, name)):
+            for method, sorter in runs(settings, name):
+                key = {"cell": name, "method": method, "sorter": sorter, "seed": seed}
+                yield trained(key, run_of(settings, name, method, sorter), seed, with_bytes)
+
+
+def cells(settings: DictConfig) -> list[str]:
+    """Those whose data is there. Each needs the one that it is compared with."""
+    found = [name for name, own in settings.cells.items() if settings.models[own.model].task in settings.tasks]
+    for name in found:
+        if reference(settings, name) not in found:
+            own = settings.cells[name]
+            raise CdgrabError(f"cell {name} needs one without density: of {own.model} with {own.workers} workers")
+    return found
+
+
+def reference(settings: DictConfig, name: str) -> str | None:
+    """The cell of the same model and workers that has no density."""
+    own = settings.cells[name]
+    alike = (other for other, its in settings.cells.items() if (its.model, its.workers) == (own.model, own.workers))
+    return next((other for other in alike if "density" not in settings.cells[other]), None)
+
+
+def runs(settings: DictConfig, name: str) -> Iterator[tuple[str, str]]:
+    """Methods and sorters of a cell: all methods in random orders, some in CD-GraB's, too."""
+    for method in settings.sparse if "density" in settings.cells[name] else settings.references:
+        yield method, BASELINE
+        if method in settings.ordered:
+            yield method, BALANCED
+
+
+def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[str]:
+    """A run's overrides. Momentum that workers keep themselves is not the optimiser's, and neither weight decay nor
+    clipping sees it: both are scaled to what they are in the long run with momentum. Without any, the rate is."""
+    own = settings.cells[name]
+    model = flatten(OmegaConf.to_container(settings.models[own.model]))
+    changes = {key: value for key, value in model.items() if key not in OF_CELLS} | {"momentum": settings.momentum}
+    (kind, options), longer = options_of(method), 1 / (1 - settings.momentum)
+    if "momentum_correction" in options:
+        changes["momentum"] = 0
+        changes |= {key: longer * changes[key] for key in ("weight_decay", "clip") if changes.get(key)}
+    if options.pop("momentum", None) == 0:
+        changes |= {"momentum": 0, "lr": longer * changes["lr"]}
+    if options.pop("warm_up", False):
+        options["warm_up_steps"] = model["warm_up_steps"]
+    chosen = ",".join([kind, *(f"{key}={value}" for key, value in options.items())])
+    run = overrides(settings, model["task"], sorter, workers=own.workers, **changes)
+    return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={settings.replicas}"]
+
+
+def with_bytes(epochs: list[dict]) -> dict[str, list]:
+    """The metrics by epoch, and `sent`: the bytes that a worker has sent so far."""
+
+    def in_one(line: dict) -> float:
+        dense = summed_bytes(line["workers"], FLOAT * line["parameters"])
+        return line["steps_per_epoch"] * line.get("sparsifier", {}).get("bytes", dense)
+
+    return by_epoch(epochs) | {"sent": list(accumulate(map(in_one, epochs[1:]), initial=0.0))}
+
+
+def _seeds(settings: DictConfig, name: str) -> int:
+    return min(settings.seeds, settings.models[settings.cells[name].model].get("seeds", settings.seeds))
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of a sparse cell and of the cell that it is compared with; by seed."""
+
+    table: Series  # by cell, method, sorter, seed
+    cell: str
+    reference: str
+
+    def __call__(self, method: str, sorter: str = BASELINE) -> Series:
+        cell = self.reference if options_of(method)[0] == DENSE else self.cell
+        return self.table.loc[(cell, method, sorter)]
+
+    def excess(self, method: str, dense: str = DENSE) -> Series:
+        """In per cent of the dense loss."""
+        return 100 * (self(method) - self(dense)) / self(dense).mean()
+
+    def gain(self, method: str) -> Series:
+        """Of CD-GraB's orders, in per cent of D-RR's loss."""
+        return 100 * (self(method, BASELINE) - self(method, BALANCED)) / self(method, BASELINE).mean()
+
+
+def ends(table: DataFrame, settings: DictConfig) -> Series:
+    """By cell, method, sorter and seed; NaN for runs that diverged."""
+    epochs = table["cell"].map({name: settings.models[own.model].epochs for name, own in settings.cells.items()})
+    last = table[table["epoch"] > 0.75 * epochs]
+    by = ["cell", "method", "sorter", "seed"]
+    complete = table.groupby(by)["epoch"].max() == table.assign(epochs=epochs).groupby(by)["epochs"].max()
+    return last.groupby(by)[LOSS].mean().reindex(complete.index).where(complete)
+
+
+def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
+    """A comparison counts only if its p value, adjusted for all comparisons of the study, says so too."""
+    losses = ends(table, settings)
+    found: list[tuple[Verdict, float | None]] = []  # and its p value, if it compares methods
+    for name in cells(settings):
+        judged = _sparse_cell if "density" in settings.cells[name] else _reference_cell
+        some = Losses(losses, name, reference(settings, name))
+        found += [(repeated(verdict, _seeds(settings, name)), p) for verdict, p in judged(table, settings, some)]
+    p_values = [p for _, p in found if p is not None]
+    adjusted = iter(holm(p_values))
+    for verdict, p in found:
+        yield verdict if p is None else beyond_chance(verdict, p, next(adjusted), f"{len(p_values)} comparisons")
+
+
+def cell_label(settings: DictConfig, name: str) -> str:
+    """LeNet-CIFAR-10, 8 workers, density 0.01"""
+    own = settings.cells[name]
+    density = f", density {own.density:g}" if "density" in own else ""
+    return f"{settings.models[own.model].label}, {own.workers} workers{density}"
+
+
+Judged = Iterator[tuple[Verdict, float | None]]
+
+
+def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Judged:
+    where = cell_label(settings, losses.cell)
+    first = table[(table["cell"] == losses.cell) & (table["epoch"] == 0) & (table["method"] == DENSE)]
+    first = first[first["sorter"] == BASELINE].set_index("seed")[LOSS]
+    words = f"{where}: dense training has learnt, last loss / first"
+    yield judge(words, losses(DENSE) / first, most=FALLEN), None
+    for method in (method for method in settings.references if options_of(method)[0] != DENSE):
+        yield _near(where, losses, method), None
+    if DENSE in settings.ordered:
+        words = f"{where}: CD-GraB ends lower than D-RR, dense"
+        yield judge(words, losses.gain(DENSE), "gain in % of D-RR's loss", least=0.0, margin=SAME_LOSS), None
+
+
+def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Judged:
+    where, there = cell_label(settings, losses.cell), set(settings.sparse)
+    for method in (method for method in (OURS, PUBLISHED, BOTH) if method in there):
+        yield _near(where, losses, method), None
+    pairs = [(OURS, other) for other in (TOPK, "deft", "micro", PUBLISHED, FORGETFUL)]
+    pairs += [(helped, OURS) for helped in (CORRECTED, WARMED, BOTH)]
+    for method, other in (pair for pair in pairs if there.issuperset(pair)):
+        gain = 100 * (losses(other) - losses(method)) / losses(other).mean()
+        words = f"{where}: {method_label(method)} ends lower than {method_label(other)}"
+        yield judge(words, gain, "gain in % of the loss", least=0.0, margin=SAME), paired_p(list(gain))
+    yield from ((verdict, None) for verdict in _cause(where, there, losses))
+    if OURS in settings.ordered and DENSE in settings.ordered:
+        yield from ((verdict, None) for verdict in _orders(where, losses))
+
+
+def _near(where: str, losses: Losses, method: str) -> Verdict:
+    words = f"{where}: train loss with {method_label(method)} / dense"
+    return judge(words, losses(method) / losses(DENSE), most=NEAR)
+
+
+def _cause(where: str, there: set[str], losses: Losses) -> Iterator[Verdict]:
+    """Is what ExDyna loses due to sparsification, or to momentum on stale residuals? If to momentum, little of it is
+    left where the workers keep their own, and little where there is none, in dense training neither."""
+    excess = losses.excess(OURS)
+    unless = "" if estimate(excess).low > 0 else "ExDyna is not shown to end higher than dense"
+    remedies = {CORRECTED: (DENSE, "momentum correction"), OURS + CALM: (DENSE + CALM, "training without momentum")}
+    for method, (dense, remedy) in remedies.items():
+        if method in there:
+            left = losses.excess(method, dense)
+            note = f"{left.mean():.3g} − {excess.mean():.3g} / 2, excess in % of the dense loss"
+            words = f"{where}: ExDyna ends higher than dense because of momentum on stale residuals"
+            words = f"{words}: {remedy} leaves at most half of it"
+            yield judge(words, left - excess / 2, note, unless, most=0.0)
+
+
+def _orders(where: str, losses: Losses) -> Iterator[Verdict]:
+    gain = losses.gain(OURS)
+    words = f"{where}: CD-GraB ends lower than D-RR, with ExDyna"
+    yield judge(words, gain, "gain in % of D-RR's loss", least=0.0, margin=SAME_LOSS)
+    words = f"{where}: four fifths of CD-GraB's gain are left with ExDyna"
+    yield keeps(words, gain, losses.gain(DENSE), "in dense training no gain is shown")

@@ -1,0 +1,78 @@
+"""Figures and tables of the study `compression`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from experiments.report import plots, text
+from experiments.report.kinds import Axes, DataFrame, Figure
+from experiments.report.names import BASELINE, LOSS, sorter_label
+from experiments.report.statistics import estimate
+from experiments.studies.base import Study
+from experiments.studies.compression import cell_label, cells, ends, reference, runs
+from experiments.studies.sparsification_figures import COLOURS
+from experiments.studies.sparsifiers import DENSE, FORGETFUL, PUBLISHED, method_label, options_of
+from experiments.studies.verdicts import select
+
+OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
+# strokes and gaps, by option
+DASHES = {"momentum": (1, 1.2), "momentum_correction": (5, 1.2), "warm_up": (2, 1.2, 1, 1.2), "rank": (5, 1.2)}
+
+
+def densities(study: Study) -> list[float]:
+    """Of the cells that were carried out, in their order."""
+    found = (study.settings.cells[name].get("density") for name in cells(study.settings))
+    return list(dict.fromkeys(density for density in found if density))
+
+
+@plots.styled
+def curves(study: Study, density: float) -> Figure:
+    """Train loss by epoch, and against the bytes that a worker has sent; a column for every model and worker count."""
+    settings = study.settings
+    chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
+    titles = [cell_label(settings, reference(settings, name)) for name in chosen]
+    figure, axes = plots.panels(2, len(chosen), max(13, 4.8 * len(chosen)), 7.4, titles)
+    for (above, below), name in zip(axes.T, chosen, strict=True):
+        for cell in (reference(settings, name), name):
+            for method, sorter in runs(settings, cell):
+                _draw(above, below, select(study.table, cell=cell, method=method, sorter=sorter), method, sorter)
+        above.set(xlabel="epoch", ylabel="full train loss")
+        below.set(xlabel="bytes that a worker has sent", ylabel="full train loss", xscale="log")
+        plots.whole_numbers(above.xaxis, 6)
+    note = "means over seeds that have not diverged, from the first epoch on"
+    title = f"Training with {density:g} of the gradient, against epochs and against bytes"
+    return plots.finish(figure, title, f"{note} · {study.caption()}")
+
+
+def _draw(above: Axes, below: Axes, rows: DataFrame, method: str, sorter: str) -> None:
+    means = rows[rows["epoch"] > 0].groupby("epoch")[[LOSS, "sent"]].mean()
+    above.plot(means.index, means[LOSS], **_line(method, sorter))
+    below.plot(means["sent"], means[LOSS], **_line(method, sorter))
+
+
+def _line(method: str, sorter: str) -> dict:
+    """Its colour is that of the method, its dashes are those of its options; dots: CD-GraB's orders."""
+    kind, options = options_of(method)
+    dashes = tuple(length for option in options for length in DASHES.get(option, ()))
+    style = {"color": OWN_COLOURS.get(method, OWN_COLOURS[kind]), "ls": (0, dashes) if dashes else "-", "lw": 1.3}
+    style |= {"marker": "o", "ms": 2.6} if sorter != BASELINE else {}
+    if kind == "topk" and "momentum_correction" in options:
+        return style | {"label": "Deep Gradient Compression"}
+    return style | {"label": method_label(method) + f", {sorter_label(sorter)}" * (sorter != BASELINE)}
+
+
+@text.table
+def end_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """Where every run ended, and what it sent."""
+    losses = ends(table, settings)
+    for name in cells(settings):
+        dense = losses.loc[(reference(settings, name), DENSE, BASELINE)]
+        for method, sorter in runs(settings, name):
+            rows, own = select(table, cell=name, method=method, sorter=sorter), losses.loc[(name, method, sorter)]
+            row = {"cell": cell_label(settings, name), "method": method_label(method), "orders": sorter_label(sorter)}
+            row |= {"train loss": str(estimate(own)), "/ dense": str(estimate(own / dense))}
+            row["MB sent"] = f"{rows.groupby('seed')['sent'].max().mean() / 1e6:.4g}"
+            row["actual density"] = "1" if rows["density"].isna().all() else f"{rows['density'].mean():.4g}"
+            yield row | {"diverged": str(int(own.isna().sum()))}
