@@ -75,7 +75,7 @@ def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"  # folders that do not exist yet
     expected = resumable.main(str(whole), "cd_grab", "2")
     with started(in_a_session, str(killed), "cd_grab", "2") as process:
-        while not saved_batches(killed) > 300 and process.is_alive():
+        while not saved_batches(killed) > 250 and process.is_alive():
             time.sleep(0.1)
         assert process.is_alive()
         os.killpg(process.pid, signal.SIGKILL)

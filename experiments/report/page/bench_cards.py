@@ -27,6 +27,7 @@ TITLES = {  # of benchmarks
     "link": "Sparse gradients over a slow link",
 }
 UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
+FEW = 20  # rows of a table that is not folded
 WORDS = {task: task_name(task) for task in TASKS} | {"dim": "parameters", "cpu": "CPU"}
 WORDS |= {name: LABELS[name] for name in (BASELINE, OURS, "grab_pair", "grab")}
 
@@ -78,7 +79,9 @@ def _tables(rows: list[dict]) -> Iterator[Markup]:
         shown = tuple(k for k, v in row.items() if not isinstance(v, list | dict) and k != "device")
         by_columns.setdefault(shown, []).append(row)
     for columns, some in by_columns.items():
-        yield markup.table([_heading(name) for name in columns], [_cells(row, columns) for row in some])
+        table = markup.table([_heading(name) for name in columns], [_cells(row, columns) for row in some])
+        folded = Markup('<details class="more"><summary>Table of {} rows</summary>{}</details>').format(len(some), table)
+        yield table if len(some) <= FEW else folded
 
 
 def _cells(row: dict, columns: Iterable[str]) -> list[str]:
