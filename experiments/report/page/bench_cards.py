@@ -80,7 +80,7 @@ def _tables(rows: list[dict]) -> Iterator[Markup]:
         by_columns.setdefault(shown, []).append(row)
     for columns, some in by_columns.items():
         table = markup.table([_heading(name) for name in columns], [_cells(row, columns) for row in some])
-        folded = Markup('<details class="more"><summary>Table of {} rows</summary>{}</details>').format(len(some), table)
+        folded = Markup('<details class="more"><summary>All {} rows</summary>{}</details>').format(len(some), table)
         yield table if len(some) <= FEW else folded
 
 
