@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from experiments.early import exit_status
-from experiments.report import pages, plots, quoted
+from experiments.report import pages, plots, quoted, scoreboard
 from experiments.report.claims import FIGURES
 from experiments.report.notebook import FOLDER
 from experiments.report.runs import groups, sweeps
@@ -48,8 +48,17 @@ def quick() -> Iterator[str]:
         name, page = path.relative_to(ROOT).as_posix(), path.read_text()
         yield from differences(name, page, pages.filled(page), "make report")
         yield from prose(name, page)
+    yield from scoreboard_in_part()
     yield from captions()
     yield from commits()
+
+
+def scoreboard_in_part() -> Iterator[str]:
+    """Lines of PAPER.md that take no runs and no studies to compute."""
+    written = (RESULTS / "PAPER.md").read_text().splitlines()
+    for line in scoreboard.lines_without_runs():
+        if line not in written:
+            yield f"results/PAPER.md has no line {line!r} (`make report` makes it anew)"
 
 
 def commits(known: Container[str] = UNCLEAN) -> Iterator[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.report import pages, quoted
 from experiments.report.runs import Group
-from experiments.store.files import ROOT
+from experiments.store.files import RESULTS, ROOT
 from scripts import check_results
 
 
@@ -28,6 +28,16 @@ def test_every_number_in_a_table_of_a_page_counts(name, monkeypatch):
 
 def test_what_is_written_agrees_with_the_results():
     assert list(check_results.quick()) == []
+
+
+def test_a_scoreboard_of_other_benchmarks_or_rules_is_found(tmp_path, monkeypatch):
+    page = (RESULTS / "PAPER.md").read_text()
+    monkeypatch.setattr(check_results, "RESULTS", tmp_path)
+    for right, wrong in (("--size full", "---size full"), ("counted, not interpolated", "interpolated")):
+        assert right in page
+        (tmp_path / "PAPER.md").write_text(page.replace(right, wrong))
+        complaints = list(check_results.scoreboard_in_part())
+        assert complaints and all(right in complaint for complaint in complaints)
 
 
 def test_results_of_code_that_was_not_committed_are_found(tmp_path, monkeypatch):
