@@ -8,15 +8,15 @@ PYTHON ?= python3
 override VENV := .venv
 override BIN := $(VENV)/bin
 override READY := $(VENV)/.ready
-PIP = $(BIN)/python -m pip install --disable-pip-version-check
-IMPORTS = $(BIN)/lint-imports --no-logo
-DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
+override PIP = $(BIN)/python -m pip install --disable-pip-version-check
+override IMPORTS = $(BIN)/lint-imports --no-logo
+override DOWNLOAD = $(BIN)/python -m pip download --disable-pip-version-check --dest $(VENV)/share/cdgrab
 
 # What is given on the command line becomes a quoted word of a shell command: nothing in it may end the quotes.
-GIVEN := SIZE SEEDS CELLS EPOCHS WORKERS NPROC JOBS REPLICAS TRACKER DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
-QUOTE := '
-DOLLAR := $$
-define NEWLINE
+override GIVEN := SIZE SEEDS CELLS EPOCHS WORKERS NPROC JOBS REPLICAS TRACKER DATA SORTERS BENCH FOR SEED INPUTS MAKECMDGOALS
+override QUOTE := '
+override DOLLAR := $$
+override define NEWLINE
 
 
 endef
@@ -24,11 +24,11 @@ $(foreach name,$(GIVEN),$(foreach bad,QUOTE DOLLAR NEWLINE,$(if $(findstring $($
   $(error $(name) must not hold quotes, dollar signs or line ends))))
 
 # SIZE=smoke SEEDS=2 EPOCHS=5 WORKERS=8 NPROC=4 DATA=embedded on the command line become options
-OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)') $(if $(WORKERS),--workers '$(WORKERS)') \
+override OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(EPOCHS)') $(if $(WORKERS),--workers '$(WORKERS)') \
           $(if $(SIZE),--size '$(SIZE)') $(if $(NPROC),--nproc '$(NPROC)') $(if $(JOBS),--jobs '$(JOBS)') \
           $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(TRACKER),--tracker '$(TRACKER)') $(if $(DATA),--data '$(DATA)')
 
-KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
+override KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
 
 .PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve package clean
 

@@ -106,8 +106,12 @@ def refuse_unknown_options(kind: str, name: str, options: Iterable[str], known: 
 
 
 def is_dense(value: object) -> bool:
-    """Whether this is a tensor with numbers in memory."""
-    return isinstance(value, Tensor) and not (value.is_nested or value.is_meta) and value.layout == torch.strided
+    """Whether this is a tensor with numbers in memory. Their memory may have been given back, as FSDP does."""
+    if not isinstance(value, Tensor) or value.is_nested or value.is_meta or value.layout != torch.strided:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    needed = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
+    return value.untyped_storage().nbytes() >= needed
 
 
 def all_finite(tensor: Tensor) -> bool:

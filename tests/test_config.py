@@ -367,3 +367,7 @@ def test_nothing_that_make_is_given_is_executed(target, tmp_path):
         done = subprocess.run(["make", *words, last + value], cwd=tmp_path, capture_output=True, text=True)
         assert not (tmp_path / "F").exists(), value
         assert "must not hold quotes" in done.stderr if done.returncode else value in done.stdout
+    for name in ("GIVEN", "QUOTE", "NEWLINE", "OPTIONS", "PIP", "IMPORTS", "DOWNLOAD", "KERNELS"):  # make's own
+        own = ["make", *words, f"{last}x';touch F;'", f"{name}='; touch F; '"]
+        subprocess.run(own, cwd=tmp_path, capture_output=True)
+        assert not (tmp_path / "F").exists(), name

@@ -11,6 +11,7 @@ from sorter_cases import ALL, BALANCING, GRADIENT_AWARE, assert_independent, fee
 
 from cdgrab import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
+from scripts.fuzz.gradients import given_back
 
 WIDTH = 7.0
 VARIANTS = [(name, {}) for name in ALL]
@@ -241,6 +242,7 @@ def tampered(sorter, part, name, change):
         ("id_grab_bal", "per_worker", "fresh_sum", lambda total: total[:, :2]),
         ("id_grab_bal", "per_worker", "stale_mean", lambda mean: mean / 0),
         ("kh", "per_worker", "q", lambda q: q - 1e9),
+        ("cd_grab", "common", "running", given_back),
     ],
 )
 def test_a_tampered_state_is_refused_and_changes_nothing(name, part, value, change):
@@ -280,6 +282,11 @@ def refused(*words):
         ([1, 3], torch.ones(3, 2, 5), "positions"),
         (range(1, 9), torch.ones(3, 8, 5), "positions"),
         (torch.tensor([1.5]), torch.ones(3, 1, 5), "positions"),
+        ([1], given_back(torch.ones(3, 1, 5)), "in memory"),
+        ([1], given_back(torch.ones(3, 1, 5), 8), "in memory"),
+        ([1], torch.ones(3, 1, 5, device="meta"), "in memory"),
+        ([1], torch.ones(3, 1, 5).to_sparse(), "dense"),
+        (torch.ones(1, dtype=torch.int64, device="meta"), torch.ones(3, 1, 5), "positions must be a dense tensor"),
     ],
 )
 def test_a_refused_observe_changes_nothing(name, positions, gradients, word):

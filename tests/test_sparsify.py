@@ -17,6 +17,7 @@ import cdgrab
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, SparseAverager, ddp_hook, make_sparsifier, sparsifier_options
 from cdgrab.sparsify.base import warming_up
+from scripts.fuzz.gradients import given_back
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sparsifier"
 EXCLUSIVE = [case for case in VARIANTS if case[0] in ("exdyna", "micro", "deft")]
@@ -142,6 +143,9 @@ def test_refused_gradients_change_nothing(variant):
                 found.reduce(spoilt)
         with pytest.raises(cdgrab.CdgrabError, match=r"shape \[workers, dim\] = \[2, 40\]"):
             found.reduce(step[:1])
+        for bad in (given_back(step), given_back(step, 8), step.to("meta"), step.to_sparse()):
+            with pytest.raises(cdgrab.CdgrabError, match="a dense tensor .* in memory"):
+                found.reduce(bad)
         assert torch.equal(found.reduce(step), undisturbed.reduce(step))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.checks import all_finite, count, is_whole, one_of, random_seed, shown
+from cdgrab.checks import all_finite, count, is_dense, is_whole, one_of, random_seed, shown
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fields import INT64, Field
@@ -204,9 +204,12 @@ class Sorter(WorkerState):
 
 def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
     try:
-        return torch.as_tensor(list(value) if isinstance(value, range) else value)
+        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CdgrabError(f"{name} must be a tensor or become one, got {type(value).__name__}") from error
+    if not is_dense(tensor):
+        raise CdgrabError(f"{name} must be a dense tensor with its numbers in memory")
+    return tensor
 
 
 def _are_permutations(rows: Tensor) -> bool:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cdgrab.checks import MOST, all_finite, count, number, one_of, shape
+from cdgrab.checks import MOST, all_finite, count, is_dense, number, one_of, shape
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.fields import Field
 from cdgrab.runtime.group import WorkerGroup
@@ -145,8 +145,8 @@ class Compressor(WorkerState):
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _checked(self, gradients: Tensor) -> Tensor:
-        if not isinstance(gradients, Tensor) or not gradients.is_floating_point():
-            raise CdgrabError("gradients must be a tensor of floating-point numbers")
+        if not is_dense(gradients) or not gradients.is_floating_point():
+            raise CdgrabError("gradients must be a dense tensor of floating-point numbers, which are in memory")
         shape("gradients", gradients, {"workers": self.local_workers, "dim": self.dim})
         gradients = gradients.detach()
         self._refuse_not_finite([gradients])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import cdgrab
 from cdgrab.errors import CdgrabError
@@ -23,6 +24,13 @@ LAYOUTS = (  # the same numbers elsewhere in memory
     lambda given: given.cpu().share_memory_(),
 )
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e-45, 1e38, -1e38, 1e200, float("nan"), float("inf"), -float("inf"))
+
+
+def given_back(tensor: Tensor, bytes_left: int = 0) -> Tensor:
+    """Without its memory, or with a part of it."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(bytes_left)
+    return tensor
 
 
 def gradients(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
@@ -60,4 +68,4 @@ def _no_gradient(generator: random.Random, shape: list[int]) -> object:
     numbers = NUMBERS if generator.random() < 0.2 else NUMBERS[:5]
     values = torch.tensor([generator.choice(numbers) for _ in range(int(np.prod(shape)))], dtype=torch.float64)
     given = values.reshape(shape).to(generator.choice((*DTYPES, *DTYPES[:4])))
-    return generator.choice(LAYOUTS)(given) if given.dim() > 1 else given
+    return generator.choice((*LAYOUTS, given_back))(given) if given.dim() > 1 else given

@@ -15,10 +15,10 @@ from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import copied
 from cdgrab.sparsify import Hook, sparsifier_of
-from scripts.fuzz.gradients import DTYPES, NUMBERS
+from scripts.fuzz.gradients import DTYPES, NUMBERS, given_back
 from scripts.fuzz.words import words
 
-UNITS, DIM = 5, 9
+UNITS, DIM = 5, 70  # coordinates: enough for two blocks of the published ExDyna
 UNENDING: list = []  # it holds itself
 UNENDING.append(UNENDING)
 OTHERS = (None, "text", "two\nlines", -1, 0, 1, 10**9, 10**400, 0.5, float("nan"), True, [], [1], {}, {1: 2})
@@ -27,7 +27,7 @@ OTHERS += (torch.zeros(0), torch.tensor(torch.nan), torch.ones(2, 3), torch.ones
 BALANCING = ({"sketch": "countsketch", "sketch_size": 4}, {"sketch": "gaussian", "sketch_size": 4}, {"rule": "walk"})
 BALANCING += ({"background": True}, {"initial": "identity"})
 SELECTING = ({"threshold": "proportional"}, {"threshold": "paper"}, {"rule": "paper"}, {"rule": "relative"})
-SELECTING += ({"faithful": True, "blocks": 4}, {"error_feedback": False})
+SELECTING += ({"faithful": True, "blocks": 2}, {"error_feedback": False})
 
 
 def states(generator: random.Random, scratch: Path) -> Iterator[Callable[[], object]]:
@@ -123,7 +123,9 @@ def tampered(state: dict, generator: random.Random) -> dict:
 
 
 def _another(tensor: Tensor, generator: random.Random) -> Tensor:
-    way = generator.choice(("type", "cut", "longer", "number", "number", "full", "flat", "turned"))
+    way = generator.choice(("type", "cut", "longer", "number", "number", "full", "flat", "turned", "given back"))
+    if way == "given back":
+        return given_back(tensor, generator.choice((0, 4)))
     if way == "type":
         return tensor.to(generator.choice(DTYPES))
     if way == "flat":
