@@ -14,6 +14,7 @@ import torch
 from process_runs import TRAFFIC
 
 from cdgrab.balance import kernels
+from cdgrab.errors import CdgrabError
 from experiments.report import figures_bench, notebook, plots
 from experiments.store import bench as bench_results
 from experiments.store import files
@@ -160,6 +161,13 @@ def test_rows_of_another_device_are_kept(tmp_path, monkeypatch):
     assert bench_results.read_rows("balance") == [{"device": "cuda", "x": 1}, {"device": "cpu", "x": 3}]
     made = bench_results.read_manifests("balance")
     assert {device: manifest["started"] for device, manifest in made.items()} == {"cuda": "now", "cpu": "later"}
+
+
+def test_a_damaged_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDGRAB_BENCH", str(tmp_path))
+    (tmp_path / "balance.json").write_text("[{")
+    with pytest.raises(CdgrabError, match="balance.json cannot be read .*git checkout"):
+        bench_results.read_rows("balance")
 
 
 def test_small_measurements_never_replace_evidence(tmp_path, monkeypatch, capsys):

@@ -85,6 +85,9 @@ def test_the_line_of_a_sweep_has_number_time_left_epoch_and_losses_in_80_columns
         assert made.text(None) == plain
         monkeypatch.setenv(*made.tell().popitem())  # a process that makes the next run goes on from there
     assert Progress.told() == Progress(40, 12.0, 15.0, 1000.0, first=13)
+    for other in ("", "five", "1 2 3", "inf 0 0 0 1", "1 0 0 0 nan"):
+        monkeypatch.setenv(progress.VARIABLE, other)
+        assert (Progress.told().total, Progress.told().first) == (1, 1)
     alone = Progress(1)
     with alone.watching(1, "lr_hmda cd_grab seed 0", part=0.0):
         assert alone.text(79).startswith("lr_hmda cd_grab seed 0:   0%|")
