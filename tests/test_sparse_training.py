@@ -138,9 +138,13 @@ def test_the_sparsifier_is_in_the_folders_name():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("sparsifier", ["exdyna", "topk", "deft", "sidco"])
+@pytest.mark.parametrize("sparsifier", ["exdyna", "topk", "deft", "sidco", "fp16", "powersgd", "corrected"])
 def test_a_gpu_gives_the_metrics_of_a_cpu(tmp_path, sparsifier):
-    settings = [f"sparsifier={sparsifier}", "sparsifier.density=0.1", "epochs=2", "task.batch=64"]
+    settings = ["epochs=2", "task.batch=64", f"sparsifier={sparsifier}"]
+    if sparsifier == "corrected":
+        settings[2:] = ["sparsifier=exdyna", "sparsifier.momentum_correction=0.9", "sparsifier.warm_up_steps=9"]
+        settings += ["task.momentum=0"]
+    settings += ["sparsifier.density=0.1"] if sparsifier not in ("fp16", "powersgd") else []
     cpu, gpu = (run(tmp_path / device, *settings, f"device={device}") for device in ("cpu", "cuda"))
     for one, other in zip(cpu, gpu, strict=True):
         assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-6)

@@ -85,7 +85,8 @@ def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[st
         options["warm_up_steps"] = model["warm_up_steps"]
     chosen = ",".join([kind, *(f"{key}={value}" for key, value in options.items())])
     run = overrides(settings, model["task"], sorter, workers=own.workers, **changes)
-    return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={settings.replicas}"]
+    together = settings.replicas[own.model][kind != DENSE]
+    return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={together}"]
 
 
 def with_bytes(epochs: list[dict]) -> dict[str, list]:
