@@ -111,7 +111,8 @@ def commands():
     for path in (*pages.files(), ROOT / "CONTRIBUTING.md"):
         text = path.read_text()
         for language, code in BLOCK.findall(text):
-            yield from (line.partition(" #")[0].strip() for line in code.splitlines() if language == "sh")
+            lines = (line.partition("#")[0].strip() for line in code.splitlines() if language == "sh")
+            yield from filter(None, lines)
         yield from (" ".join(found.split()) for found in COMMAND.findall(BLOCK.sub("", text)) if "FOLDER" not in found)
 
 
