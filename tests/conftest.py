@@ -4,6 +4,7 @@ tests to run: what takes long to import is left to those."""
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -88,10 +89,14 @@ def spawned(tmp_path_factory):
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "spawned"
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
+            from forked import elsewhere
+            from process_checks import main
+
+            from scripts.soak.processes import load_kernels
+
+            load_kernels()  # here, where later tests need them, too
             folder.mkdir()
-            search = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-            command = [sys.executable, "-m", "tests.process_checks", str(folder)]
-            subprocess.run(command, env=os.environ | {"PYTHONPATH": search}, check=True)
+            assert elsewhere(main, folder) == 0
             (folder / "complete").touch()
     return folder
 
@@ -132,13 +137,15 @@ def replace_in(path, changes):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what the commands need, so that the real results/ stay untouched. The library, which keeps its compiled
-    code beside itself, is the same."""
+    """A copy of what the commands need, so that the real results/ stay untouched. What keeps its compiled code beside
+    itself is the same."""
     folder = tmp_path_factory.mktemp("checkout")
-    (folder / "cdgrab").symlink_to(ROOT / "cdgrab")
     for name in ("configs", "experiments", "scripts", "notebooks", "results/paper"):
         (folder / name).parent.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", str(ROOT / name), str(folder / name)], check=True)
+    shutil.rmtree(folder / "experiments" / "studies")
+    for name in ("cdgrab", "experiments/studies"):
+        (folder / name).symlink_to(ROOT / name)
     quickly = {
         "pdf.fonttype: 42": "pdf.fonttype: 3",
         "bbox: tight": "bbox: standard",
@@ -152,21 +159,20 @@ def checkout(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def search_path_of_its_own():
-    """Launching processes adds to PYTHONPATH, which later tests of copied checkouts must not inherit."""
-    before = os.environ.get("PYTHONPATH")
-    yield
-    if before is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_process_group_stays():
+def nothing_stays_behind():
     """Which files share a process depends on how fast they are: what one leaves behind breaks another at random."""
+    environment, folder = dict(os.environ), os.getcwd()
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
-    torch = sys.modules.get("torch")
-    if torch and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        pytest.fail("a process group stays behind")
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, handler in handlers:
+        signal.signal(number, handler)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+            pytest.fail("a process group stays behind")

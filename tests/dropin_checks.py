@@ -85,7 +85,7 @@ CASES = {
 # On 4 processes only those whose exchanges depend on how many there are.
 TRAINED = [(2, name) for name in CASES if name != "sharded in replicas"]
 TRAINED += [(4, name) for name in ("sharded", "sharded in replicas")]
-TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "scaled", "exdyna", "exdyna, scaled")]
+TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "exdyna, scaled")]
 RESUMED = [
     (2, "sharded", 3),
     (2, "divided", 3),

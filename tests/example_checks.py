@@ -1,8 +1,7 @@
-"""Run by test_examples.py: recipes on one and on two processes, what each process returns there as JSON."""
+"""Called by test_examples.py: recipes on one and on two processes, what each process returns there as JSON."""
 
 import json
 import os
-import sys
 
 from forked import forked
 from torch.multiprocessing import start_processes
@@ -23,13 +22,13 @@ def trained_alone(_, recipe, folder):
     trained(recipe, folder, epochs="1")
 
 
-if __name__ == "__main__":
-    # Each in processes of its own, which share one start of Python: the imports take longer than the training.
+def main(folder):
+    """Each in processes of its own, which share one start of Python: the imports take longer than the training."""
     load_kernels()
     for recipe in (plain, with_trainer):
-        start_processes(trained_alone, (recipe, sys.argv[1]), 1, start_method="fork")
+        start_processes(trained_alone, (recipe, folder), 1, start_method="fork")
     for recipe in (ddp, ddp_sparsify, with_accelerate, with_lightning, with_trainer):
-        forked(2, trained, recipe, sys.argv[1])
-    saved = f"{sys.argv[1]}/checkpoint"
+        forked(2, trained, recipe, folder)
+    saved = f"{folder}/checkpoint"
     for epochs, *checkpoints in (("1", saved), ("2", "", saved)):
-        forked(2, trained, fsdp, sys.argv[1], epochs, *checkpoints)
+        forked(2, trained, fsdp, folder, epochs, *checkpoints)

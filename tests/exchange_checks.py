@@ -32,10 +32,17 @@ def shapes(processes):
     return [shape for shape in SHAPES if shape[0] % processes == 0]
 
 
+def kinds(processes, how):
+    """All, but resumed or collected only those that leave fractions; on 4 processes those that tell most."""
+    if how != "divided":
+        return ("random", "cancelling")
+    return KINDS if processes == 2 else ("random", "cancelling", "nearly tied")
+
+
 def cases(processes, how):
-    """Every kind in every shape, but resumed or collected only those that leave fractions; options in some shapes."""
+    """Kinds in every shape, or on 4 processes, if resumed, in some; options in some shapes."""
     for shape in shapes(processes) if processes == 2 or "resumed" not in how else SHAPES[:3]:
-        for kind in KINDS if how == "divided" else ("random", "cancelling"):
+        for kind in kinds(processes, how):
             yield shape, kind, {}
         for options in OPTIONS if shape in (SHAPES[:3] if processes == 2 else SHAPES[1:2]) else ():
             yield shape, "random", options

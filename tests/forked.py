@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # this and the next are imported by DistributedDataParallel, in every process
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 from torch.multiprocessing import start_processes
 
 from experiments import train
@@ -65,6 +65,41 @@ def started(work, *arguments):
     finally:
         process.kill()
         process.join()
+
+
+def elsewhere(work, *arguments):
+    """Call work(*arguments) in a process of its own, which has imported what this one has. Returns its exit status. A
+    fork could not use a GPU: where there is one, Python starts anew."""
+    how = "spawn" if torch.cuda.is_available() else "fork"
+    process = multiprocessing.get_context(how).Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def in_checkout(folder, work, *arguments):
+    """The same with the suite of a copied checkout in the place of ours, and nothing of notebooks that ran here.
+    Returns the exit status, what was printed, and errors."""
+    printed = [folder / name for name in ("printed", "errors")]
+    status = elsewhere(_in_checkout, folder, printed, work, arguments)
+    return status, *(path.read_text() for path in printed)
+
+
+def _in_checkout(folder, printed, work, arguments):
+    for fd, path in enumerate(printed, 1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), fd)
+    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
+    ours = ("experiments", "scripts", "IPython", "matplotlib_inline")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    for name in ("CDGRAB_DATA", "CDGRAB_GROUP"):
+        os.environ.pop(name, None)
+    gc.disable()
+    gc.collect = lambda *_: 0  # every notebook and every run would look for garbage
+    sys.exit(work(*arguments))
 
 
 @contextmanager

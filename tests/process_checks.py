@@ -1,12 +1,9 @@
-"""Run by the fixture `spawned`: what several processes find, left in a folder for the tests to compare."""
+"""Called by the fixture `spawned`: what several processes find, left in a folder for the tests to compare."""
 
-import gc
 import json
 import os
 import signal
 import socket
-import sys
-from pathlib import Path
 
 import dropin_checks
 import exchange_checks
@@ -22,12 +19,9 @@ from experiments.training.config import compose
 from experiments.training.session import carry_out
 from experiments.training.signals import Agreement
 from scripts.bench import traffic
-from scripts.soak.processes import load_kernels
 
 
 def main(folder):
-    gc.set_threshold(100_000, 20, 20)  # as in conftest
-    load_kernels()
     for processes in sorted(process_runs.PROCESSES, reverse=True):
         found, runs = folder / str(processes), process_runs.wanted(folder, processes)
         found.mkdir()
@@ -52,7 +46,3 @@ def check(folder, runs):
     if launched_world_size() == 2:
         traffic.main(str(folder / "traffic"), *process_runs.TRAFFIC)
     disconnect()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,5 +1,7 @@
 """The drop-in sampler with DDP on 2 and 4 processes, against the same training by hand in this one."""
 
+import json
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -25,7 +27,12 @@ def found(spawned):
 def by_hand(visited, make=network, accumulate=1, skip=(), wire=torch.float64):
     """The same batches, gradients averaged here: unit gradients [epochs, workers, units, dim] and the last weights.
     wire: the type in which gradients are sent."""
-    model = make()
+    return _by_hand(json.dumps(visited), make, accumulate, skip, wire)
+
+
+@cache  # many ways to exchange gradients lead to the same batches
+def _by_hand(visited, make, accumulate, skip, wire):
+    model, visited = make(), json.loads(visited)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     _, inputs, labels = dataset().tensors
     gradients, model.calls = [], 0
@@ -106,10 +113,9 @@ def test_other_ways_to_average_train_as_well(found, processes, name):
     assert name in ("examples", "oblivious") or not torch.equal(result["weights"], exact)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_a_changing_scale_changes_nothing_sparse_gradients_included(found, processes):
+def test_a_changing_scale_changes_nothing_sparse_gradients_included(found):
     for name in ("divided", "exdyna"):
-        plain, scaled = found[processes][name], found[processes][{"divided": "scaled"}.get(name, f"{name}, scaled")]
+        plain, scaled = found[2][name], found[2][{"divided": "scaled"}.get(name, f"{name}, scaled")]
         assert plain["visited"] == scaled["visited"]
         torch.testing.assert_close(plain["weights"], scaled["weights"], rtol=0, atol=1e-13)
 

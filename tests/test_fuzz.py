@@ -24,7 +24,7 @@ INPUTS = {
     "runs": 12,
     "gradients": 100,
     "states": 40,
-    "samplers": 25,
+    "samplers": 15,
     "arguments": 800,
     "calls": 40,
 }

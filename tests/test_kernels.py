@@ -129,8 +129,8 @@ def test_many_programs_balance_as_one(on_gpu, sums, monkeypatch):
     gpu, device = on_gpu
     monkeypatch.setattr(gpu, "MOST_BLOCKS", 2)
     small = gpu.Shape(16, gram_columns=16, gram_programs=6, columns=16, programs=4)
-    rows, limits = make_rows(18, 3, 190, torch.float32, True), 9.0 * uniform(18, 3)
-    running = normal(sums, 190, seed=1)
+    rows, limits = make_rows(14, 3, 120, torch.float32, True), 9.0 * uniform(14, 3)
+    running = normal(sums, 120, seed=1)
     mine = running.to(device, copy=True)
     signs = gpu.balance(rows.to(device), mine, limits.to(device), small)
     assert torch.equal(signs.cpu(), balance.balance(rows, running, limits))
@@ -154,7 +154,7 @@ def assert_ties(module, device, rows, expected):
 def test_rows_that_cancel_are_ties_on_a_gpu(on_gpu):
     for module, device in ((balance, "cpu"), on_gpu):
         assert_ties(module, device, *cancelling_rows(40, 1, 23, torch.float32))
-        for workers, dim in ((1, 23), (4, 600), (6, 1100)):
+        for workers, dim in ((1, 23), (6, 600)):
             assert_ties(module, device, *cancelling_rows(40 // workers, workers, dim, torch.float64))
 
 

@@ -1,16 +1,17 @@
 """Commands of the suite from the outside: a small real sweep of every task, refusals, notebooks."""
 
+import functools
 import math
 import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 
 import nbformat
 import pytest
 from conftest import replace_in
+from forked import in_checkout
 from synthetic_runs import cells_of
 
 from cdgrab.errors import CdgrabError
@@ -33,29 +34,26 @@ DRAWN = {name: name for name in OWN}  # experiment: the one whose runs it shows;
 DRAWN |= dict.fromkeys(("fig4_cifar10_workers", "fig9_cifar10_herding"), "fig4_cifar10_workers")
 
 
+def reproduce_twice():
+    from scripts import reproduce  # that of the checkout
+
+    reproduce.execute = functools.cache(reproduce.execute)  # a notebook of runs that are complete already
+    if reproduce.main(["LR-HMDA", *OPTIONS]):
+        sys.exit("reproducing LR-HMDA failed")
+    print("=" * 9, flush=True)
+    reproduce.EXPERIMENTS = SMALL
+    return reproduce.main(["all", *OPTIONS])
+
+
 @pytest.fixture(scope="module")
 def reproduced(checkout):
     """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs.
     The LSTM reads little: scores for every word of a vocabulary would take longer than all the other runs."""
     little = {"chunk_length: 35 ": "chunk_length: 8 ", "test_chunks: null": "test_chunks: 8"}
     replace_in(checkout / "configs" / "task" / "lstm_wiki2.yaml", little)
-    code = f"""
-import functools, gc, sys
-from scripts import reproduce
-gc.disable()
-gc.collect = lambda *_: 0  # every notebook and every run would look for garbage
-reproduce.execute = functools.cache(reproduce.execute)  # a notebook of runs that are complete already
-if reproduce.main(["LR-HMDA", *{OPTIONS}]):
-    sys.exit("reproducing LR-HMDA failed")
-print("=" * 9, flush=True)
-reproduce.EXPERIMENTS = {SMALL}
-sys.exit(reproduce.main(["all", *{OPTIONS}]))
-"""
-    kept = {key: value for key, value in os.environ.items() if key not in ("CDGRAB_DATA", "CDGRAB_GROUP")}
-    places = {"cwd": checkout, "env": kept | {"PYTHONPATH": str(checkout)}}
-    done = subprocess.run([sys.executable, "-c", code], **places, capture_output=True, text=True)
-    assert done.returncode == 2 and "error: unknown experiment 'fig0_missing'" in done.stderr, done.stderr
-    return checkout, *done.stdout.split("=" * 9, 1)
+    status, printed, errors = in_checkout(checkout, reproduce_twice)
+    assert status == 2 and "error: unknown experiment 'fig0_missing'" in errors, errors
+    return checkout, *printed.split("=" * 9, 1)
 
 
 @pytest.mark.parametrize("experiment", DRAWN)

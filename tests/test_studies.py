@@ -3,14 +3,13 @@
 import json
 import re
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
 
 import nbformat
 import pytest
-from forked import started
+from forked import in_checkout, started
 from omegaconf import OmegaConf
 from study_parts import announced, known, slow
 from synthetic_studies import TRAINING
@@ -261,20 +260,18 @@ STUDIES = {  # name: folder; those last whose verdicts take long, since every st
 }
 
 
+def study_all():
+    from experiments.study import main  # that of the checkout
+
+    return max(main([f"study={name}", "size=smoke", "data=embedded"]) for name in STUDIES)
+
+
 @pytest.fixture(scope="module")
 def studied(checkout):
     """The folder, and what was said about all studies but one; in one process, since starting one takes seconds."""
-    runs = [[f"study={name}", "size=smoke", "data=embedded"] for name in STUDIES]
-    code = f"""
-import gc
-from experiments.study import main
-gc.disable()
-gc.collect = lambda *_: 0  # every notebook would look for garbage
-exit(max(main(run) for run in {runs}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return checkout, done.stdout, done.stderr
+    status, *printed = in_checkout(checkout, study_all)
+    assert status == 0, printed
+    return checkout, *printed
 
 
 @pytest.mark.parametrize("name", STUDIES)

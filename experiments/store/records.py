@@ -14,6 +14,7 @@ import platform
 import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -133,6 +134,7 @@ def git_commit() -> str | None:
         return None
 
 
+@cache  # packages' descriptions are long
 def _versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
     found = {}

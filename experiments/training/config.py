@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -83,9 +83,9 @@ class Run:
         unsaid = [k for k, v in task_defaults().items() if k not in own and tree["task"].get(k) == v]
         return tree | {"task": {key: value for key, value in tree["task"].items() if key not in unsaid}}
 
-    @property
+    @cached_property  # every checkpoint has it
     def science(self) -> dict:
-        """The flat settings that decide the result: runs that agree in them are the same run."""
+        """The flat settings that decide the result: runs that agree in them are the same run. Do not change it."""
         flat = flatten(self.settings)
         kept = {k: v for k, v in flat.items() if k not in DEPLOYMENT and not k.startswith(PLANS)}
         kept = {k: v for k, v in kept.items() if k not in UNSAID or UNSAID[k] != v}
