@@ -79,13 +79,14 @@ def runs(generator: random.Random, scratch: Path) -> Iterator[Callable[[], objec
 def _half_done(scratch: Path, overrides: list[str]) -> tuple[Path, list]:
     """The folder of a run that was stopped in its second epoch, and its losses when it is resumed."""
     folder = scratch / "good"
-    asked = signals.StopRequest.__call__
+    asked, patience = signals.StopRequest.__call__, signals.PATIENCE
+    signals.PATIENCE = 0  # it is asked after every step, however fast those are
     signals.StopRequest.__call__ = lambda stop_request: signal.SIGTERM * bool(read_metrics(folder / "metrics.jsonl"))
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             status = train.main([*overrides, f"run_dir={folder}", "checkpoint.every_steps=1"])
     finally:
-        signals.StopRequest.__call__ = asked
+        signals.StopRequest.__call__, signals.PATIENCE = asked, patience
     assert status == REQUEUE and len(read_metrics(folder / "metrics.jsonl")) == 1
     shutil.rmtree(folder / "logs")
     shutil.copytree(folder, scratch / "whole")
