@@ -5,7 +5,12 @@ import sys
 
 def warn(sentence: str) -> None:
     """Print a warning; the program continues."""
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    print(f"warning: {printable(sentence)}", file=sys.stderr, flush=True)
+
+
+def printable(sentence: str) -> str:
+    """As one line. A file may have any name, and a terminal obeys control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
 
 
 def file_error(error: OSError) -> str:

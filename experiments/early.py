@@ -35,7 +35,9 @@ def _end(number: int, frame: object) -> None:
 
 def say(sentence: str) -> None:
     """Print why the command fails."""
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    from cdgrab.errors import printable  # takes a second
+
+    print(f"error: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def exit_status(action: Callable[[], Any], interrupted: str = "", say: Callable[[str], None] = say) -> Any:

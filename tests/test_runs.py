@@ -185,6 +185,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     assert printed.count("\n") == 1 and str(tmp_path / "file") in printed and "cannot be read or written" in printed
 
 
+def test_names_do_not_reach_the_terminal_as_they_are(capsys):
+    """A line end, a colour, a text that runs from right to left."""
+    for name, shown in (("a\nb", r"a\nb"), ("\x1b[31m", r"\x1b[31m"), ("\u202e", r"\u202e"), ("größer –", "größer –")):
+        assert train.main([f"data_root='/nowhere/{name}'"]) == 2
+        assert f"the data folder /nowhere/{shown} does not exist" in (said := capsys.readouterr().err)
+        assert said.count("\n") == 1 and said.rstrip("\n").isprintable()
+
+
 def test_logs_are_not_written_through_a_link(tmp_path, capsys):
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
     elsewhere.mkdir(), folder.mkdir()
