@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,3 +119,16 @@ def test_other_processes_of_a_run_show_nothing(monkeypatch):
     monkeypatch.setattr(screen, "_screen", screen._Screen())  # another test may have begun
     screen.begin()
     assert screen._screen.stream is None and not screen.has_status_line()
+
+
+def test_a_process_of_a_sweep_that_stands_still_hears_that_it_shall_end():
+    sleeping = subprocess.Popen(["sleep", "60"])
+    sleeping.send_signal(signal.SIGSTOP)
+    process = SimpleNamespace(pid=sleeping.pid, terminate=sleeping.terminate, join=lambda: sleeping.wait(20))
+    worker = SimpleNamespace(process=process, answer=lambda: [process.join()])
+    try:
+        with pytest.raises(KeyboardInterrupt), jobs._ending_on_signals([worker], Progress(1)):
+            raise KeyboardInterrupt
+        assert sleeping.returncode == -signal.SIGTERM
+    finally:
+        sleeping.kill()
