@@ -12,8 +12,6 @@ from contextlib import ExitStack, chdir, contextmanager
 from functools import cache
 from unittest import mock
 
-from pip._internal.commands import create_command
-from pip._internal.req.constructors import install_req_from_line
 from torch.distributed.run import parse_args
 
 from cdgrab.sorters import SORTERS
@@ -135,6 +133,9 @@ def _begins(*arguments, **options):
 
 
 def _pip(arguments):
+    from pip._internal.commands import create_command  # takes a second
+    from pip._internal.req.constructors import install_req_from_line
+
     try:
         options, words = create_command(arguments[0]).parse_args(arguments[1:])
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
