@@ -210,7 +210,7 @@ def alive(process):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["study=nonsense"], "unknown study 'nonsense'; the studies are herding, heterogeneity"),
+        (["study=nonsense"], "unknown study 'nonsense'; the studies are compression, herding"),
         (["study=herding", "size=huge"], "size must be smoke, quick or paper, got 'huge'"),
         (["study=herding", "study.seeds=0"], "study.seeds must be a whole number of at least 1, got 0"),
         (["study=herding", "study.seeds=null"], "study.seeds must be a whole number of at least 1, got None"),
