@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -118,3 +118,20 @@ def all_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms and is much cheaper to check. Only if the sum is not finite is every term checked:
     it may have overflowed."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def observed(positions: Tensor | Sequence[int], gradients: Tensor, unseen: bool) -> tuple[Tensor, Tensor, bool]:
+    """Both as dense tensors, and whether the gradients are finite floating-point numbers; unseen: take finite for
+    granted."""
+    positions, gradients = _dense("positions", positions), _dense("gradients", gradients).detach()
+    return positions, gradients, gradients.is_floating_point() and (unseen or all_finite(gradients))
+
+
+def _dense(name: str, value: Tensor | Sequence[int]) -> Tensor:
+    try:
+        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CdgrabError(f"{name} must be a tensor or become one, got {type(value).__name__}") from error
+    if not is_dense(tensor):
+        raise CdgrabError(f"{name} must be a dense tensor with its numbers in memory")
+    return tensor

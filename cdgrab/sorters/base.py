@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab import streams
-from cdgrab.checks import all_finite, count, is_dense, is_whole, one_of, random_seed, shown
+from cdgrab.checks import count, is_whole, observed, one_of, random_seed, shown
 from cdgrab.errors import CdgrabError, NotFiniteError
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fields import INT64, Field
@@ -109,8 +109,8 @@ class Sorter(WorkerState):
         limit (some 1e-13 of |r|·|v|) may then fall on the other side.
         unseen: skip the finiteness check, which would wait for the GPU; the caller checks later.
         """
-        positions, gradients = _tensor(positions, "positions"), _tensor(gradients, "gradients").detach()
-        self._check(positions, gradients, unseen)
+        positions, gradients, finite = observed(positions, gradients, unseen)
+        self._check(positions, gradients, finite)
         if not len(positions):
             return
         end = self.position + len(positions)
@@ -186,7 +186,7 @@ class Sorter(WorkerState):
         every = Field(INT64, (units,), 0, max(0, units - 1), _are_permutations, "every unit once")
         return {"position": Field((int,), least=0, most=units), "current": every}
 
-    def _check(self, positions: Tensor, gradients: Tensor, unseen: bool) -> None:
+    def _check(self, positions: Tensor, gradients: Tensor, finite: bool) -> None:
         if self.epoch < 0:
             raise CdgrabError("observe() comes after order(0): no epoch has been started")
         if positions.dim() != 1 or (positions.is_floating_point() and len(positions)):
@@ -198,18 +198,8 @@ class Sorter(WorkerState):
         if not torch.equal(positions.cpu().long(), torch.arange(self.position, end)) or end > self.units:
             expected = f"go on from {self.position} and end before {self.units}"
             raise CdgrabError(f"positions must {expected}, got {_brief(positions)}")
-        if not gradients.is_floating_point() or not (unseen or all_finite(gradients)):
+        if not finite:
             raise NotFiniteError(f"gradients at positions {_brief(positions)} are not finite floating-point numbers")
-
-
-def _tensor(value: Tensor | Sequence[int], name: str) -> Tensor:
-    try:
-        tensor = torch.as_tensor(list(value) if isinstance(value, range) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CdgrabError(f"{name} must be a tensor or become one, got {type(value).__name__}") from error
-    if not is_dense(tensor):
-        raise CdgrabError(f"{name} must be a dense tensor with its numbers in memory")
-    return tensor
 
 
 def _are_permutations(rows: Tensor) -> bool:
