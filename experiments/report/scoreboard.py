@@ -35,8 +35,8 @@ from `results/` and nothing else: published numbers from `paper/`, ours from `ru
 
 The rules, here and everywhere:
 
-- A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it. Studies have few
-  epochs, and use the mean over the last quarter; that of sparsification, the last epoch.
+- A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it. Studies use
+  the mean alone.
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
 - Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %

@@ -24,11 +24,10 @@ Every line is computed from the results under `results/studies`. **holds**: the 
 where no difference matters; **undecided**: anything else, or the measurement cannot decide (the note says why). Margins
 are round numbers, the same in all studies unless one says otherwise: 0.5 % of D-RR's train loss (for a slope: 0.5 %
 from the largest alpha to the smallest), 1 % where losses are divided, 10 % of a herding bound, 0.1 of an exponent.
-Losses, gaps and other metrics of a training run are means over the last quarter of its epochs unless a study says
-otherwise, in that of sparsification those of the last epoch. Intervals are over seeds, those of the time of epochs over
-pairs of them, for the median; what is counted has none. A claim about every rate or worker count holds where it holds
-at each, fails where it fails at one, and else is undecided or equal where it is so at one; the line shows which
-decides.
+Losses, gaps and other metrics of a training run are means over the last half of its epochs. Intervals are over seeds,
+those of the time of epochs over pairs of them, for the median; what is counted has none. A claim about every rate or
+worker count holds where it holds at each, fails where it fails at one, and else is undecided or equal where it is so at
+one; the line shows which decides.
 
 A study adds seeds while a claim is undecided, up to its limit, and judges all claims each time; a claim's first
 decision stands, and the column `seeds` says how many it took; the note says so where all seeds would not have led to

@@ -1,7 +1,7 @@
 """Training to an end with compressed gradients: what it loses and what it sends, and what helps.
 
 A cell is a model with so many workers and one density; or without a density, for what has none (dense training, fp16,
-PowerSGD) and for what the others are compared with. Losses are means over the last quarter of the epochs.
+PowerSGD) and for what the others are compared with. Losses are means over the last half of the epochs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Losses:
 def ends(table: DataFrame, settings: DictConfig) -> Series:
     """By cell, method, sorter and seed; NaN for runs that diverged."""
     epochs = table["cell"].map({name: settings.models[own.model].epochs for name, own in settings.cells.items()})
-    last = table[table["epoch"] > 0.75 * epochs]
+    last = table[2 * table["epoch"] > epochs]
     by = ["cell", "method", "sorter", "seed"]
     complete = table.groupby(by)["epoch"].max() == table.assign(epochs=epochs).groupby(by)["epochs"].max()
     return last.groupby(by)[LOSS].mean().reindex(complete.index).where(complete)

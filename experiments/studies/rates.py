@@ -1,8 +1,8 @@
 """Convergence rates: how the final gap falls with workers, with units per worker and with epochs.
 
 Convex problems are measured by their gap, loss − smallest loss; the non-convex one by its squared gradient norm, as in
-the theory. Both are means over the last quarter of the epochs. The quarter before tells whether a run has reached its
-noise floor: only there do gaps measure the effect of the order.
+the theory. Both are means over the last half of the epochs. Its two quarters tell whether a run has reached its noise
+floor: only there do gaps measure the effect of the order.
 
 The rates are those of Theorems 1 and 2 of the CD-GraB paper (arXiv 2302.00845): smooth non-convex losses, and the P.L.
 condition.
@@ -33,6 +33,7 @@ from experiments.studies.verdicts import HOLDS, Verdict, judge, select
 NON_CONVEX, MEAN, KEPT = "tanh_neuron", "id_grab_bal", "shuffle_once"
 NAMES = {"least_squares": "least squares", "logistic": "ridge logistic regression", NON_CONVEX: "tanh neuron"}
 GAPS = ("gap", "squared gradient norm")  # of convex problems, of the other
+END = "end"  # a column: the mean over the last half of the epochs, of which results have both quarters
 SWEEPS = ("workers", "units", "epochs")
 AT_ONCE = 5  # seeds
 LONGER = 2  # times the epochs, at the same rate: at the noise floor this changes nothing
@@ -123,7 +124,9 @@ class Gaps:
     """The results of one problem, and the slopes fitted to them."""
 
     def __init__(self, table: DataFrame, settings: DictConfig, problem: str) -> None:
-        self.table, self.settings, self.name = select(table, problem=problem), settings, NAMES[problem]
+        rows = select(table, problem=problem)
+        self.table = rows.assign(**{END: (rows["gap_before"] + rows["gap"]) / 2})
+        self.settings, self.name = settings, NAMES[problem]
         self.gap = GAPS[problem == NON_CONVEX]
 
     def fitted(self, x: str, sorter: str) -> DataFrame:
@@ -133,7 +136,7 @@ class Gaps:
 
     def curve(self, x: str, sorter: str) -> DataFrame:
         """Geometric mean over seeds ± a standard deviation; `fitted`: whether the slope is fitted to it."""
-        logarithms = np.log(select(self.sweep(x), sorter=sorter).set_index(x)["gap"]).groupby(level=0)
+        logarithms = np.log(select(self.sweep(x), sorter=sorter).set_index(x)[END]).groupby(level=0)
         mean, spread = logarithms.mean(), logarithms.std().fillna(0.0)
         curve = np.exp(mean).to_frame("mean").assign(low=np.exp(mean - spread), high=np.exp(mean + spread))
         return curve.assign(fitted=mean.index >= self._from(x))
@@ -149,7 +152,7 @@ class Gaps:
 
     def exponents(self, x: str, sorter: str) -> Series:
         """One per seed."""
-        return power_exponents(self.fitted(x, sorter), x, "gap")
+        return power_exponents(self.fitted(x, sorter), x, END)
 
     def unsettled(self, x: str, *sorters: str) -> str:
         """Why a slope says nothing about orders: points that have not reached their noise floor."""
@@ -248,7 +251,7 @@ def _follows_noise(gaps: Gaps, sorter: str) -> Verdict:
 
 def _has_arrived(gaps: Gaps, sorter: str) -> Verdict:
     rows = select(gaps.sweep("longer"), sorter=sorter).set_index(["seed", "workers", "epochs"])
-    logarithms = np.log(rows["gap"]).unstack("epochs")
+    logarithms = np.log(rows[END]).unstack("epochs")
     factors = np.exp((logarithms.iloc[:, -1] - logarithms.iloc[:, 0]).groupby("seed").mean())
     words = f"{gaps.name}: {label(sorter)}'s {gaps.gap} after {LONGER} times the epochs, as a factor"
     return judge(words, factors, "noise-limited: going on is no use", least=0.8, most=1.25)

@@ -9,7 +9,7 @@ from experiments.report.kinds import Axes, Figure, Series
 from experiments.report.names import BASELINE, OURS, sorter_label, sorter_line, sorter_style
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
-from experiments.studies.rates import BALANCED, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Gaps
+from experiments.studies.rates import BALANCED, END, LONGER, NAMES, NON_CONVEX, RANDOM, SWEEPS, Gaps
 
 X_LABELS = {"workers": "workers", "units": "units per worker", "epochs": "epochs, rate ∝ 1/epochs"}
 MARKERS = dict(zip(NAMES, "osD", strict=True))
@@ -69,11 +69,11 @@ def noise_check(study: Study) -> Figure:
             by_workers = list(some.groupby("workers"))
             for shade, (count, points) in zip(np.linspace(0.4, 1.0, len(by_workers)), by_workers, strict=True):
                 label = f"{sorter_label(sorter)}, {count} workers"
-                _draw_shade(panel, points.set_index(x)["gap"], SHADES[sorter], shade, label)
+                _draw_shade(panel, points.set_index(x)[END], SHADES[sorter], shade, label)
         panel.set_yscale("log")
         plots.log_x(panel, sorted(rows[x].unique()), words)
     ends = np.array([noise["noise"].min(), noise["noise"].max()])
-    less.plot(ends, noise["gap"].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
+    less.plot(ends, noise[END].max() * (ends / ends[1]) ** 2, color="0.5", lw=1, ls=":", label="∝ noise²")
     less.set_ylabel(gaps.gap)
     title = f"Is the {gaps.name} limited by noise?"
     return plots.finish(figure, title, f"geometric mean over seeds · {study.caption()}")

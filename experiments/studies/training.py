@@ -51,14 +51,14 @@ def overrides(settings: DictConfig, task: str, sorter: str, **changes: object) -
 
 
 def outcome(epochs: list[dict]) -> dict[str, list]:
-    """The results of a run as columns of one row: every metric's mean over the last quarter of its epochs.
+    """The results of a run as columns of one row: every metric's mean over the last half of its epochs.
 
     Single epochs vary more than sorters differ. `start_loss` is the loss of the untrained model. Metrics that are not
     measured in every epoch are averaged over those in which they are.
     """
-    last_quarter = epochs[1:][-max(1, (len(epochs) - 1) // 4) :]
+    last_half = epochs[1 + (len(epochs) - 1) // 2 :]
     names = [name for name in dict.fromkeys(key for line in epochs for key in line) if name.startswith(METRICS)]
-    means = {name: float(np.mean([line[name] for line in last_quarter if name in line] or [np.nan])) for name in names}
+    means = {name: float(np.mean([line[name] for line in last_half if name in line] or [np.nan])) for name in names}
     row = {"start_loss": epochs[0]["train_loss"], **means}
     return {key: significant([value]) for key, value in row.items()} | {"epochs_done": [len(epochs) - 1]}
 
