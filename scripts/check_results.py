@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +28,6 @@ from scripts.report import paper
 
 MANIFESTS = ("runs/**/manifest.json", "studies/**/manifest.json", "bench/*.meta.json")
 CLEAN = re.compile(r"[0-9a-f]{7,40}")
-UNCLEAN = ("3292e88f9f+",)  # part of the sparsification study, older than this rule
 
 
 def main() -> int:
@@ -61,14 +60,14 @@ def scoreboard_in_part() -> Iterator[str]:
             yield f"results/PAPER.md has no line {line!r} (`make report` makes it anew)"
 
 
-def commits(known: Container[str] = UNCLEAN) -> Iterator[str]:
+def commits() -> Iterator[str]:
     """Results whose code nobody can read: made outside a checkout, or with changes that were not committed."""
     for path in [path for where in MANIFESTS for path in sorted(RESULTS.glob(where))]:
         content = json.loads(path.read_text())
         for manifest in content.values() if path.name.endswith(".meta.json") else [content]:
             made = (one["commit"] for one in (*manifest.get("earlier", ()), manifest))
             for commit in dict.fromkeys(commit or "unknown" for commit in made):
-                if not CLEAN.fullmatch(commit) and commit not in known:
+                if not CLEAN.fullmatch(commit):
                     yield f"{path.relative_to(RESULTS.parent)}: its commit is {commit}; make it anew from a clean one"
 
 
