@@ -162,7 +162,8 @@ def _gpu_memory() -> Iterator[Line]:
     yield (
         "the same in one process that hosts all workers",
         "–",
-        enumerated(f"{floats:.0f}" for floats in hosted) + ": two blocks of up to 128 MiB of unit gradients, one is decided while the next is filled",
+        enumerated(f"{floats:.0f}" for floats in hosted)
+        + ": two blocks of up to 128 MiB of unit gradients, one is decided while the next is filled",
     )
 
 

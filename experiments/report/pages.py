@@ -58,7 +58,16 @@ def cifar10() -> str:
 
 def scoreboard() -> str:
     """How many rows of PAPER.md have which verdict."""
-    lines = (RESULTS / "PAPER.md").read_text().splitlines()
+    return _first_table(RESULTS / "PAPER.md")
+
+
+def practice() -> str:
+    """Whether the drop-in sampler helps, model by model: the first table of that study."""
+    return _first_table(next((RESULTS / "figures").glob("study_practice-*.md")))
+
+
+def _first_table(path: Path) -> str:
+    lines = path.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     return "\n".join(lines[first : lines.index("", first)])
 
@@ -69,6 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,
+    "practice": practice,
     "scoreboard": scoreboard,
 }
 

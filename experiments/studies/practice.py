@@ -7,6 +7,7 @@ on seeds that do not count. Losses are those of the whole training part, as it i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ PILOT_SEEDS = 1000  # the first of those that do not count
 SCORE = "score"  # on the validation part
 SAME_SCORE = 0.25  # points: a smaller difference of scores does not matter
 CHEAP = 1.1  # times a step without orders
+MEASURABLE = 1e6  # parameters whose memory is told from other things
 ARMS = {
     SHUFFLE: "fresh batches",
     FIXED: "fixed batches at random",
@@ -165,12 +167,17 @@ def _better(each: Comparison, label: str) -> Verdict:
 
 
 def _cheap(table: DataFrame, settings: DictConfig, name: str) -> Verdict:
-    rows = select(table, kind=COST, cell=name, arm=BATCH)
+    rows, trained = select(table, kind=COST, cell=name, arm=BATCH), select(table, kind=TRAINED, cell=name)
     words = f"{cell_label(settings, name)}: a step with ordered batches takes at most {CHEAP:g} times as long"
-    memory = rows["floats_per_parameter"].iloc[0]
+    memory = memory_of(rows, trained["dim"].iloc[0])
     note = f"median of {len(rows)} rounds; plain {rows['plain_us'].median():.0f} µs"
     note += f"; {memory:.1f} floats per parameter more" if memory == memory else ""
     return repeated(judge(words, median(list(rows["ours_us"] / rows["plain_us"])), note, most=CHEAP))
+
+
+def memory_of(costs: DataFrame, dim: float) -> float:
+    """Floats per parameter; NaN for models so small that the allocator's own rounding decides."""
+    return costs["floats_per_parameter"].iloc[0] if dim >= MEASURABLE else math.nan
 
 
 def pilots(table: DataFrame, base: str) -> Series:

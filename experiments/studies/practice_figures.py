@@ -9,24 +9,27 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure
 from experiments.report.names import LOSS
-from experiments.report.statistics import estimate, holm, paired_p
+from experiments.report.statistics import ERROR, estimate, holm, paired_p
 from experiments.studies.base import Study
 from experiments.studies.practice import (
     ARMS,
     COST,
     SCORE,
     TRAINED,
+    Comparison,
     cell,
     cell_label,
     cells,
     compared,
     comparisons,
     ends,
+    memory_of,
 )
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE
 from experiments.studies.verdicts import select
 
 COLOURS = {FIXED: "#3465a4", BATCH: "#c4322b", EXAMPLE: "#e69f00", REFORMED: "#7b5ea7"}
+ORDERED = {BATCH: "batches", EXAMPLE: 'examples (`unit="example"`)'}  # by options of the sampler
 APART = 0.17  # between the bars of one cell
 PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"}
 
@@ -54,12 +57,47 @@ def gains(study: Study) -> Figure:
 
 
 @text.table
+def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """Whether it helps, for whoever trains something similar: models as they are and augmented, what can be switched on
+    by the sampler's own options."""
+    judged = _judged(ends(table), settings)
+
+    def gain(*which: str, unit: str) -> str:
+        value = estimate(judged[which][0].gains)
+        return text.minus(f"{value.mean:+.2g}{unit} [{value.low:.2g}, {value.high:.2g}]")
+
+    for name in (name for name in cells(settings) if settings.cells[name].keys() <= {"base", "arms", "augment"}):
+        costs = select(table, kind=COST, cell=name)
+        for arm in (arm for arm in ORDERED if arm in cell(settings, name)["arms"]):
+            yield {
+                "model, data": cell_label(settings, name),
+                "ordered": ORDERED[arm],
+                "gain in train loss over `shuffle=True`": gain(name, arm, SHUFFLE, LOSS, unit=" %"),
+                "over the same batches at random": gain(name, arm, FIXED, LOSS, unit=" %"),
+                "gain in validation": gain(name, arm, SHUFFLE, SCORE, unit=" points"),
+                "so it": _answer(*judged[name, arm, SHUFFLE, LOSS]),
+                "a step takes": _times(costs, arm),
+            }
+
+
+def _judged(means: DataFrame, settings: DictConfig) -> dict[tuple[str, ...], tuple[Comparison, float]]:
+    """Comparisons by cell, arm, control and metric, with p values adjusted for all of them."""
+    found = list(comparisons(means, settings))
+    adjusted = holm([paired_p(list(each.gains)) for each in found])
+    return {(e.cell, e.arm, e.control, e.metric): (e, p) for e, p in zip(found, adjusted, strict=True)}
+
+
+def _answer(each: Comparison, p: float) -> str:
+    if p > ERROR:
+        return "cannot tell"
+    return "helps" if each.gains.mean() > 0 else "harms"
+
+
+@text.table
 def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Every cell and every kind of batches: losses, scores, and gains with p values adjusted for all of them (Holm)."""
     means = ends(table)
-    found = list(comparisons(means, settings))
-    adjusted = holm([paired_p(list(each.gains)) for each in found])
-    judged = {(e.cell, e.arm, e.control, e.metric): (e, p) for e, p in zip(found, adjusted, strict=True)}
+    judged = _judged(means, settings)
 
     def gain(*which: str) -> str:
         if which not in judged:
@@ -91,15 +129,18 @@ def setting_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
     for name in cells(settings):
         chosen, rows = cell(settings, name), select(table, cell=name)
         trained, costs = rows[rows["examples"].notna()], select(rows, kind=COST)
-        schedule = chosen["optimiser"], f"{trained['rate'].iloc[-1]:g}", chosen["schedule"]
+        dim, schedule = (
+            trained["dim"].iloc[0],
+            (chosen["optimiser"], f"{trained['rate'].iloc[-1]:g}", chosen["schedule"]),
+        )
         yield {
             "model": cell_label(settings, name),
-            "parameters": f"{trained['dim'].iloc[0]:,.0f}",
+            "parameters": f"{dim:,.0f}",
             "examples": f"{trained['examples'].iloc[-1]:,.0f}",
             "batch": f"{chosen['batch']}",
             "epochs": f"{chosen['epochs']}",
             "optimiser, rate": " ".join(schedule),
-            "step / plain step": ", ".join(_ratio(costs, arm) for arm in costs["arm"].unique()),
+            "step, over a plain one": ", ".join(_ratio(costs, arm, dim) for arm in costs["arm"].unique()),
             **_report(select(trained, kind=TRAINED, arm=BATCH).drop_duplicates("seed")),
         }
 
@@ -113,8 +154,13 @@ def _report(runs: DataFrame) -> dict[str, str]:
     }
 
 
-def _ratio(costs: DataFrame, arm: str) -> str:
+def _ratio(costs: DataFrame, arm: str, dim: float) -> str:
     """batch 1.05 (3.1 floats per parameter)"""
+    memory = memory_of(select(costs, arm=arm), dim)
+    return f"{arm} {_times(costs, arm)}" + (f" ({memory:.1f} floats per parameter)" if memory == memory else "")
+
+
+def _times(costs: DataFrame, arm: str) -> str:
+    """As long as a plain one."""
     rows = select(costs, arm=arm)
-    ratio, memory = (rows["ours_us"] / rows["plain_us"]).median(), rows["floats_per_parameter"].iloc[0]
-    return f"{arm} {ratio:.2f}" + (f" ({memory:.1f} floats per parameter)" if memory == memory else "")
+    return f"{(rows['ours_us'] / rows['plain_us']).median():.2f} ×" if len(rows) else "–"
