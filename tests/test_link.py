@@ -110,6 +110,8 @@ def results(tmp_path, monkeypatch):
     slow = [made_up("no exchange", None, 0.3), made_up("DDP", None, 2.0), made_up("Top-k", 0.01, 0.9)]
     slow += [made_up("ExDyna", 0.01, 0.7), made_up("ExDyna as published", 0.01, 0.89), made_up("ExDyna", 0.001, 0.5)]
     fast = [made_up("DDP", None, 2.0, gigabits=10.0), made_up("PowerSGD, rank 1", None, 1.99, gigabits=10.0)]
+    fast += [made_up("no exchange", None, 0.3, gigabits=10.0), made_up("CD-GraB", None, 2.5, gigabits=10.0)]
+    slow += [made_up("CD-GraB", None, 2.5)]
     fast += [made_up(method, 0.01, 3.0, gigabits=10.0) for method in ("Top-k", "ExDyna", "ExDyna as published")]
     cannot = {"device": "cpu", "link": 1.0, "delay": 0.1, "skipped": "this kernel cannot"}
     made = {"size": "full", "machine": "a machine", "cores": 2, "load": [1.0], "ended": "2026", "commit": "abc"}
@@ -126,6 +128,14 @@ def test_the_winner_is_named_for_every_link(results):
     fast, slow = figures_link.hideable("cpu")
     assert slow.endswith("would save at most 2.3 % at 0.01 and 3.2 % at 0.001.") and fast.endswith("0.53 % at 0.01.")
     assert figures_link.skipped("cpu") == ["1 Gbit/s with a delay of 0.1 ms: not measured, this kernel cannot"]
+
+
+def test_the_table_of_the_documentation_names_the_same_winners(results):
+    fast, slow = ([cell.strip() for cell in row.split("|")[1:-1]] for row in figures_link.fastest().splitlines()[2:])
+    assert fast[:5] == ["transformer, 25 M parameters", "10 Gbit/s", "0.3 s", "2 s", fast[4]]
+    assert fast[4] == "PowerSGD, rank 1: 1.99 s, 1.01 times as fast as DDP" and fast[5:7] == ["–", "2.5 s"]
+    assert slow[4:7] == ["ExDyna, 0.001: 0.5 s, 4 times as fast as DDP", "0.5 s", "2.5 s"]
+    assert slow[7] == "2.3 % at 0.01 and 3.2 % at 0.001"
 
 
 def test_what_was_wanted_of_exdyna_is_answered(results):
@@ -163,10 +173,10 @@ def test_every_method_is_drawn(results, monkeypatch):
     exec("\n".join([code[0], code[-1]]), {})
     (panel,) = saved["overhead_link-cpu"].axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in panel.lines}
-    assert drawn["DDP"] == [1.0, 10.0] and drawn["ExDyna, 0.001"] == [1.0] and len(drawn) == 7
+    assert drawn["DDP"] == [1.0, 10.0] and drawn["ExDyna, 0.001"] == [1.0] and len(drawn) == 8
     assert {method for method, _ in link_methods.methods()} == set(figures_link.COLOURS)
     assert said[0].count("\n- ") == 5 and "wanted at least 3 times as fast, found 4 times" in said[0]
-    assert said[1].count("\n| transformer") == 11
+    assert said[1].count("\n| transformer") == 14
 
 
 def test_without_hosts_it_says_why(monkeypatch, tmp_path, capsys):

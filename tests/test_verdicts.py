@@ -1,13 +1,14 @@
 """From measurements to verdicts: statistics against known answers, and what they say about a claim."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from experiments.report.statistics import Estimate, counted, estimate, looking, median, paired_p, power_exponents
-from experiments.studies.verdicts import judge, judge_every, threshold
+from experiments.studies.verdicts import Verdict, beyond_chance, judge, judge_every, threshold
 
 
 # two-sided 5 % points of Student's t, from printed tables
@@ -145,6 +146,41 @@ def test_no_difference_is_called_one_as_rarely_as_it_says():
         return np.mean([judge("x", row + truth, most=0.0, margin=1.0).answer == "equal" for row in values])
 
     assert called_equal(1.0) <= 0.04 and called_equal(0.0) > 0.85
+
+
+@pytest.mark.parametrize("looks", [1, 4])
+@pytest.mark.parametrize("limits", [{"most": 0.0}, {"most": 0.0, "margin": 0.4}, {"least": -0.6, "most": 0.6}])
+def test_p_values_decide_as_intervals_do(looks, limits):
+    values, answers = np.random.default_rng(1), set()
+    with looking(looks):
+        for truth in np.linspace(-1.5, 1.5, 150):
+            verdict = judge("x", truth + 0.5 * values.normal(size=values.integers(3, 20)), **limits)
+            answers.add(verdict.answer)
+            assert (verdict.p <= 0.05) == (verdict.answer != "undecided")
+    assert {"holds", "fails", "undecided"} <= answers
+    assert math.isnan(judge("x", [1.0, 2.0], **limits).p) and math.isnan(judge("x", counted(2.0), **limits).p)
+    assert math.isnan(judge("x", [1.0, 2.0, 3.0], unless="no use", **limits).p)
+    assert math.isnan(judge("x", [limits["most"]] * 3, **limits).p)  # on every seed: nothing to test
+
+
+def test_claims_of_a_study_are_adjusted_for_each_other():
+    """By hand: of p values 0.01, 0.02 and 0.03 the first is multiplied by 3, the second by 2."""
+    claims = [Verdict(name, "holds", "", "", p=p) for name, p in (("a", 0.02), ("b", 0.01), ("c", 0.03))]
+    told = beyond_chance([*claims, Verdict("counted", "fails", "", "")])
+    assert [verdict.adjusted for verdict in told[:3]] == pytest.approx([0.04, 0.03, 0.04])
+    assert [verdict.answer for verdict in told] == ["holds", "holds", "holds", "fails"]
+    told = beyond_chance([*claims, *(Verdict("d", "undecided", "", "", "n", p=0.9) for _ in range(3))])
+    assert [verdict.answer for verdict in told[:3]] == ["undecided"] * 3 and told[3].note == "n"
+    assert told[0].note == "holds by itself (p = 0.02), not among 6 claims"
+    assert beyond_chance([replace(claims[1], answer="equal")])[0].answer == "equal"
+
+
+def test_that_one_of_many_cells_fails_may_be_chance():
+    outside = [1.0, 1.4, 1.8, 1.2, 2.4]
+    alone = judge("x", outside, most=0.0)
+    assert judge_every("x", {"a": outside}, "", most=0.0).p == alone.p
+    assert judge_every("x", {name: outside for name in "abc"}, "", most=0.0).p == pytest.approx(3 * alone.p)
+    assert math.isnan(judge_every("x", {"a": counted(2.0)}, "", most=0.0).p)
 
 
 def test_thresholds_are_printed():

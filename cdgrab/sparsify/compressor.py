@@ -111,7 +111,10 @@ class Compressor(WorkerState):
         """[local workers, dim]: residuals plus gradients, or plus momentum. With error feedback this is the tensor of
         the residuals itself. parts: pieces of the gradient of one worker, or the gradients of all [local workers, dim].
         """
-        device = parts[0][1].device
+        first = parts[0][1]
+        if not self.error_feedback and first.numel() == self.local_workers * self.dim:
+            return first.to(_wide(dtype)).reshape(self.local_workers, self.dim)  # nobody changes it
+        device = first.device
         if self.error_feedback:
             self._residual = self._kept(self._residual, dtype, device)
         if self.momentum_correction:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 
@@ -46,6 +46,7 @@ class Estimate:
     high: float
     seeds: int
     counted: bool = False
+    error: float = field(default=math.nan, compare=False)  # the standard error of a mean
 
     def __str__(self) -> str:
         if self.counted:
@@ -67,8 +68,9 @@ def estimate(values: Sequence[float] | Estimate) -> Estimate:
     values = values[np.isfinite(values)]
     if len(values) < FEWEST_SEEDS:
         return Estimate(float(values.mean()) if len(values) else math.nan, -math.inf, math.inf, len(values))
-    half = _t_quantile(len(values) - 1, _looks.get()) * values.std(ddof=1) / math.sqrt(len(values))
-    return Estimate(float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values))
+    mean, error = float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+    half = _t_quantile(len(values) - 1, _looks.get()) * error
+    return Estimate(mean, mean - half, mean + half, len(values), error=error)
 
 
 def median(values: Sequence[float]) -> Estimate:
@@ -101,14 +103,20 @@ def counted(value: float) -> Estimate:
 
 def paired_p(differences: Sequence[float]) -> float:
     """Two-sided p value of the paired t-test that the mean difference is zero; NaN for too few pairs."""
-    if len(differences) < FEWEST_SEEDS:
+    measured = estimate(differences)
+    return distance_p(measured, measured.mean)
+
+
+def distance_p(measured: Estimate, distance: float) -> float:
+    """Two-sided p value of the t-test that the true mean is this far away; NaN for too few values, and for what is no
+    mean."""
+    if not math.isfinite(measured.error + distance):
         return math.nan
-    if len(set(differences)) == 1:  # no spread at all
-        return 0.0 if differences[0] else 1.0
+    if not measured.error:  # no spread at all
+        return 0.0 if distance else 1.0
     from scipy.special import stdtr
 
-    t = np.mean(differences) / np.std(differences, ddof=1) * math.sqrt(len(differences))
-    return min(1.0, _looks.get() * 2 * float(stdtr(len(differences) - 1, -abs(t))))
+    return min(1.0, _looks.get() * 2 * float(stdtr(measured.seeds - 1, -abs(distance) / measured.error)))
 
 
 def sign_p(differences: Sequence[float]) -> float:

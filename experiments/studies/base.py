@@ -37,7 +37,7 @@ from experiments.store import records
 from experiments.store.files import home
 from experiments.store.lock import locked
 from experiments.studies.parts import Part, computed
-from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds
+from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds, beyond_chance
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
@@ -111,7 +111,7 @@ class Study:
         with looking(len(self.looks)):
             for look in (look for look in self.looks if look <= (seeds or self.seeds)):
                 then = self.at(look)
-                new = self._module.verdicts(then.table, then.settings)
+                new = beyond_chance(self._module.verdicts(then.table, then.settings))
                 latest = {v.claim: replace(v, seeds=look) if v.over_seeds else v for v in new}
                 decided = {claim: v for claim, v in latest.items() if v.answer != UNDECIDED} | decided
         return [beside_all_seeds(decided.get(claim, v), v) for claim, v in latest.items()]

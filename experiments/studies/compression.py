@@ -17,12 +17,12 @@ from cdgrab.sparsify.compressor import summed_bytes
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS
 from experiments.report.names import OURS as BALANCED
-from experiments.report.statistics import SAME_LOSS, estimate, holm, paired_p
+from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.studies import sparsifiers
 from experiments.studies.parts import Part, trained
 from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, by_epoch, method_label, options_of
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import Verdict, beyond_chance, judge, keeps, repeated
+from experiments.studies.verdicts import Verdict, judge, keeps, repeated
 from experiments.training.config import flatten
 
 CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
@@ -137,17 +137,11 @@ def ends(table: DataFrame, settings: DictConfig) -> Series:
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    """A comparison counts only if its p value, adjusted for all comparisons of the study, says so too."""
     losses = ends(table, settings)
-    found: list[tuple[Verdict, float | None]] = []  # and its p value, if it compares methods
     for name in cells(settings):
         judged = _sparse_cell if "density" in settings.cells[name] else _reference_cell
         some = Losses(losses, name, reference(settings, name))
-        found += [(repeated(verdict, _seeds(settings, name)), p) for verdict, p in judged(table, settings, some)]
-    p_values = [p for _, p in found if p is not None]
-    adjusted = iter(holm(p_values))
-    for verdict, p in found:
-        yield verdict if p is None else beyond_chance(verdict, p, next(adjusted), f"{len(p_values)} comparisons")
+        yield from (repeated(verdict, _seeds(settings, name)) for verdict in judged(table, settings, some))
 
 
 def cell_label(settings: DictConfig, name: str) -> str:
@@ -157,35 +151,32 @@ def cell_label(settings: DictConfig, name: str) -> str:
     return f"{settings.models[own.model].label}, {own.workers} workers{density}"
 
 
-Judged = Iterator[tuple[Verdict, float | None]]
-
-
-def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Judged:
+def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iterator[Verdict]:
     where = cell_label(settings, losses.cell)
     first = table[(table["cell"] == losses.cell) & (table["epoch"] == 0) & (table["method"] == DENSE)]
     first = first[first["sorter"] == BASELINE].set_index("seed")[LOSS]
     words = f"{where}: dense training has learnt, last loss / first"
-    yield judge(words, losses(DENSE) / first, most=FALLEN), None
+    yield judge(words, losses(DENSE) / first, most=FALLEN)
     for method in (method for method in settings.references if options_of(method)[0] != DENSE):
-        yield _near(where, losses, method), None
+        yield _near(where, losses, method)
     if DENSE in settings.ordered:
         words = f"{where}: CD-GraB ends lower than D-RR, dense"
-        yield judge(words, losses.gain(DENSE), "gain in % of D-RR's loss", least=0.0, margin=SAME_LOSS), None
+        yield judge(words, losses.gain(DENSE), "gain in % of D-RR's loss", least=0.0, margin=SAME_LOSS)
 
 
-def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Judged:
+def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iterator[Verdict]:
     where, there = cell_label(settings, losses.cell), set(settings.sparse)
     for method in (method for method in (OURS, PUBLISHED, BOTH) if method in there):
-        yield _near(where, losses, method), None
+        yield _near(where, losses, method)
     pairs = [(OURS, other) for other in (TOPK, "deft", "micro", PUBLISHED, FORGETFUL)]
     pairs += [(helped, OURS) for helped in (CORRECTED, WARMED, BOTH)]
     for method, other in (pair for pair in pairs if there.issuperset(pair)):
         gain = 100 * (losses(other) - losses(method)) / losses(other).mean()
         words = f"{where}: {method_label(method)} ends lower than {method_label(other)}"
-        yield judge(words, gain, "gain in % of the loss", least=0.0, margin=SAME), paired_p(list(gain))
-    yield from ((verdict, None) for verdict in _cause(where, there, losses))
+        yield judge(words, gain, "gain in % of the loss", least=0.0, margin=SAME)
+    yield from _cause(where, there, losses)
     if OURS in settings.ordered and DENSE in settings.ordered:
-        yield from ((verdict, None) for verdict in _orders(where, losses))
+        yield from _orders(where, losses)
 
 
 def _near(where: str, losses: Losses, method: str) -> Verdict:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import LOSS
-from experiments.report.statistics import SAME_LOSS, counted, holm, median, paired_p
+from experiments.report.statistics import SAME_LOSS, counted, median
 from experiments.report.text import minus
 from experiments.studies.parts import Part
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
@@ -148,13 +148,15 @@ def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:
             yield compared(means, name, arm, SHUFFLE, SCORE)
 
 
+def judged(means: DataFrame, settings: DictConfig) -> Iterator[tuple[Comparison, Verdict]]:
+    """Every comparison, with p values adjusted for all of them; other claims have none."""
+    found = list(comparisons(means, settings))
+    verdicts = beyond_chance(_better(each, cell_label(settings, each.cell)) for each in found)
+    return zip(found, verdicts, strict=True)
+
+
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    """A gain or a loss counts only if its p value, adjusted for all comparisons of the study, says so too."""
-    found = list(comparisons(ends(table), settings))
-    p_values = [paired_p(list(each.gains)) for each in found]
-    for each, p, adjusted in zip(found, p_values, holm(p_values), strict=True):
-        verdict = _better(each, cell_label(settings, each.cell))
-        yield beyond_chance(verdict, p, adjusted, f"{len(found)} comparisons")
+    yield from (_better(each, cell_label(settings, each.cell)) for each in comparisons(ends(table), settings))
     yield from (_cheap(table, settings, name) for name in cells(settings) if cell(settings, name)["timed"])
     yield from _rates(table, settings)
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import DataFrame, Figure
 from experiments.report.names import LOSS
-from experiments.report.statistics import ERROR, estimate, holm, paired_p
+from experiments.report.statistics import estimate
 from experiments.studies.base import Study
 from experiments.studies.practice import (
     ARMS,
@@ -21,15 +21,16 @@ from experiments.studies.practice import (
     cell_label,
     cells,
     compared,
-    comparisons,
     ends,
+    judged,
     memory_of,
 )
 from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE
-from experiments.studies.verdicts import select
+from experiments.studies.verdicts import EQUAL, FAILS, HOLDS, UNDECIDED, Verdict, select
 
 COLOURS = {FIXED: "#3465a4", BATCH: "#c4322b", EXAMPLE: "#e69f00", REFORMED: "#7b5ea7"}
 ORDERED = {BATCH: "batches", EXAMPLE: 'examples (`unit="example"`)'}  # by options of the sampler
+ANSWERS = {HOLDS: "helps", FAILS: "harms", EQUAL: "makes no difference", UNDECIDED: "cannot tell"}
 APART = 0.17  # between the bars of one cell
 PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"}
 
@@ -60,10 +61,10 @@ def gains(study: Study) -> Figure:
 def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Whether it helps, for whoever trains something similar: models as they are and augmented, what can be switched on
     by the sampler's own options."""
-    judged = _judged(ends(table), settings)
+    found = _judged(ends(table), settings)
 
     def gain(*which: str, unit: str) -> str:
-        value = estimate(judged[which][0].gains)
+        value = estimate(found[which][0].gains)
         return text.minus(f"{value.mean:+.2g}{unit} [{value.low:.2g}, {value.high:.2g}]")
 
     for name in (name for name in cells(settings) if settings.cells[name].keys() <= {"base", "arms", "augment"}):
@@ -75,35 +76,27 @@ def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
                 "gain in train loss over `shuffle=True`": gain(name, arm, SHUFFLE, LOSS, unit=" %"),
                 "over the same batches at random": gain(name, arm, FIXED, LOSS, unit=" %"),
                 "gain in validation": gain(name, arm, SHUFFLE, SCORE, unit=" points"),
-                "so it": _answer(*judged[name, arm, SHUFFLE, LOSS]),
+                "so it": ANSWERS[found[name, arm, SHUFFLE, LOSS][1].answer],
                 "a step takes": _times(costs, arm),
             }
 
 
-def _judged(means: DataFrame, settings: DictConfig) -> dict[tuple[str, ...], tuple[Comparison, float]]:
-    """Comparisons by cell, arm, control and metric, with p values adjusted for all of them."""
-    found = list(comparisons(means, settings))
-    adjusted = holm([paired_p(list(each.gains)) for each in found])
-    return {(e.cell, e.arm, e.control, e.metric): (e, p) for e, p in zip(found, adjusted, strict=True)}
-
-
-def _answer(each: Comparison, p: float) -> str:
-    if p > ERROR:
-        return "cannot tell"
-    return "helps" if each.gains.mean() > 0 else "harms"
+def _judged(means: DataFrame, settings: DictConfig) -> dict[tuple[str, ...], tuple[Comparison, Verdict]]:
+    """Comparisons by cell, arm, control and metric."""
+    return {(each.cell, each.arm, each.control, each.metric): (each, v) for each, v in judged(means, settings)}
 
 
 @text.table
 def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Every cell and every kind of batches: losses, scores, and gains with p values adjusted for all of them (Holm)."""
     means = ends(table)
-    judged = _judged(means, settings)
+    found = _judged(means, settings)
 
     def gain(*which: str) -> str:
-        if which not in judged:
+        if which not in found:
             return ""
-        each, p = judged[which]
-        return f"{estimate(each.gains)}, {(each.gains > 0).sum()} of {len(each.gains)}, p = {p:.2g}"
+        each, verdict = found[which]
+        return f"{estimate(each.gains)}, {(each.gains > 0).sum()} of {len(each.gains)}, p = {verdict.adjusted:.2g}"
 
     for name in cells(settings):
         for arm in cell(settings, name)["arms"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
-from experiments.report.statistics import ERROR, SAME_LOSS, Estimate, estimate
+from experiments.report.statistics import ERROR, SAME_LOSS, Estimate, distance_p, estimate, holm
 from experiments.report.text import signed, table
 
 HOLDS, FAILS, EQUAL, UNDECIDED = "holds", "fails", "equal", "undecided"
@@ -30,6 +30,8 @@ class Verdict:
     seeds: int = 0  # how many it took to decide; 0: they are not what was repeated
     over_seeds: bool = True  # whether a study that adds seeds adds values to it
     latest: Verdict | None = None  # the same with all seeds that there are
+    p: float = math.nan  # of the limit that decides, if means over seeds were compared with it
+    adjusted: float = math.nan  # the same for all claims of a study (Holm)
 
     @property
     def needs_seeds(self) -> bool:
@@ -46,7 +48,9 @@ def judge(words: str, measured: Measured, note: str = "", unless: str = "", **li
     measured = estimate(measured)
     answer = UNDECIDED if unless else _answer(measured, **limits)
     missing = _missing(measured, **limits) if answer == UNDECIDED and not unless else ""
-    return Verdict(words, answer, str(measured), threshold(**limits), "; ".join(filter(None, (unless, note, missing))))
+    notes = "; ".join(filter(None, (unless, note, missing)))
+    p = math.nan if unless else _p(measured, answer, **limits)
+    return Verdict(words, answer, str(measured), threshold(**limits), notes, p=p)
 
 
 def judge_every(words: str, cells: Mapping[object, Measured], note: str, without: str = "", **limits: float) -> Verdict:
@@ -66,7 +70,9 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
         return _excess(high, low, **limits) if answer == FAILS else _excess(low, high, **limits)
 
     deciding = max((cell for cell in measured if answers[cell] == answer), key=outside)
-    return judge(words, measured[deciding], note.format(cell=deciding), **limits)
+    verdict = judge(words, measured[deciding], note.format(cell=deciding), **limits)
+    chances = len(cells) if answer == FAILS else 1  # that one of them fails
+    return replace(verdict, p=min(chances * verdict.p, 1.0))  # NaN stays
 
 
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
@@ -74,12 +80,19 @@ def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
     return replace(verdict, seeds=seeds, over_seeds=False)
 
 
-def beyond_chance(verdict: Verdict, p: float, adjusted: float, among: str) -> Verdict:
-    """The same with its p values, undecided if the adjusted one is too large: one of so many may differ by chance."""
-    note = f"p = {p:.2g}, adjusted for {among} (Holm) {adjusted:.2g}"
-    if verdict.answer in (HOLDS, FAILS) and adjusted > ERROR:
-        verdict, note = replace(verdict, answer=UNDECIDED), f"{note}: decided by itself, not after the adjustment"
-    return replace(verdict, note=f"{verdict.note}; {note}")
+def beyond_chance(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """All claims of a study, undecided where the p value is too large after adjusting for all of them (Holm): one of so
+    many may come out by chance. What is counted, and medians of times, have no p value and stay what they are."""
+    verdicts = list(verdicts)
+    tested = [number for number, verdict in enumerate(verdicts) if not math.isnan(verdict.p)]
+    for number, p in zip(tested, holm([verdicts[number].p for number in tested]), strict=True):
+        verdict = replace(verdicts[number], adjusted=p)
+        if verdict.answer != UNDECIDED and p > ERROR:
+            reason = f"{verdict.answer} by itself (p = {verdict.p:.2g}), not among {len(tested)} claims"
+            note = "; ".join(filter(None, (verdict.note, reason)))
+            verdict = replace(verdict, answer=UNDECIDED, note=note)
+        verdicts[number] = verdict
+    return verdicts
 
 
 def beside_all_seeds(first: Verdict, last: Verdict) -> Verdict:
@@ -99,8 +112,10 @@ def threshold(least: float = -math.inf, most: float = math.inf, margin: float = 
 @table
 def verdict_table(verdicts: Iterable[Verdict]) -> Iterator[dict[str, str]]:
     for verdict in verdicts:
+        p = "–" if math.isnan(verdict.adjusted) else f"{verdict.adjusted:.2g}"
         row = {"claim": verdict.claim, "verdict": f"**{verdict.answer}**", "measured [interval]": verdict.measured}
-        yield row | {"threshold": verdict.threshold, "seeds": str(verdict.seeds or "–"), "note": verdict.note}
+        row |= {"threshold": verdict.threshold, "p (Holm)": p}
+        yield row | {"seeds": str(verdict.seeds or "–"), "note": verdict.note}
 
 
 def _excess(low: float, high: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
@@ -117,6 +132,13 @@ def _answer(measured: Estimate, **limits: float) -> str:
     if _excess(high, low, **limits) > 0:
         return FAILS
     return EQUAL if _distance(low, high, **limits) <= limits.get("margin", 0.0) else UNDECIDED
+
+
+def _p(measured: Estimate, answer: str, **limits: float) -> float:
+    """Of the nearest limit, or of the margin's end; NaN where all values are the limit itself."""
+    distance = _distance(measured.mean, **limits)
+    room = limits["margin"] - distance if answer == EQUAL else distance
+    return distance_p(measured, room) if room or measured.error else math.nan
 
 
 def _distance(*values: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
