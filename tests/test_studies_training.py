@@ -104,7 +104,7 @@ def test_verdicts_of_sorters():
     assert reverse["LR-HMDA: CD-GraB, sketch of 64 keeps four fifths of CD-GraB's advantage"] == "undecided"
 
 
-def test_the_table_of_sorters_adjusts_for_many_tests():
+def test_the_table_of_sorters():
     metrics = {"test_accuracy": lambda key: 80.0, "test_smape": lambda key: 9.0}
     runs = made_up("sorters", lambda key: 0.9 if key["sorter"] == "cd_grab" else 1.0, **metrics)
     table = sorters.sorter_table(*runs)
@@ -112,11 +112,7 @@ def test_the_table_of_sorters_adjusts_for_many_tests():
     assert len(lines) == 2 and all("5 of 5" in line for line in lines) and len(table.splitlines()) == 32
     for line, task in zip(lines, ("lr_hmda", "mlp_m4"), strict=True):
         rows = runs[0][runs[0]["task"] == task]
-        single, adjusted = (float(cell) for cell in line.split("|")[-3:-1])
-        assert single == pytest.approx(paired_p(list(difference(rows, "cd_grab"))), rel=0.05)
-        assert adjusted == pytest.approx(14 * single, rel=0.1) and adjusted < 0.001  # the smallest of 14
-    others = [line.split("|") for line in table.splitlines()[2:] if "| CD-GraB " not in line]
-    assert all(float(cells[-2]) >= float(cells[-3]) for cells in others if cells[-2].strip())
+        assert float(line.split("|")[-2]) == pytest.approx(paired_p(list(difference(rows, "cd_grab"))), rel=0.05)
 
 
 def test_one_of_many_claims_may_come_out_by_chance():

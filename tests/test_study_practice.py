@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from synthetic_studies import answers
 
+from experiments.store import records
 from experiments.store.files import ROOT
 from experiments.studies import practice, practice_figures
 from experiments.studies.base import carry_out, compose_study
@@ -140,12 +141,19 @@ def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(small, mo
     assert set(smaller.table["cell"]) == {"lenet_augmented"} and "mlp" not in smaller.manifest()["settings"]["cells"]
     carry_out(study, counted)
     assert totals == [0, 1] and "mlp" in study.manifest()["settings"]["cells"]
+    carry_out(smaller, counted)
+    assert totals == [0, 1] and "mlp" in study.manifest()["settings"]["cells"]  # nothing to do: nothing is left out
+    fewer = records.read_manifest(study.directory)
+    del fewer["settings"]["cells"]["mlp"]
+    records.write_manifest(study.directory / records.MANIFEST, fewer)
+    carry_out(study, counted)
+    assert totals == [0, 1, 0] and "mlp" in study.manifest()["settings"]["cells"]  # its results were there
     _say_all(study, monkeypatch, tmp_path)
     monkeypatch.setattr(practice, "train", lambda *case: {"epoch": [1]})
     monkeypatch.setattr(practice, "cost", lambda *case: {"round": [1]})
     monkeypatch.setattr(practice, "verdicts", lambda table, settings: [])
     carry_out(replace(study, settings=OmegaConf.merge(study.settings, {"chosen": {"mlp": 0.5}})), counted)
-    assert totals == [0, 1, cells.count("mlp") - 1]  # not the pilot
+    assert totals == [0, 1, 0, cells.count("mlp") - 1]  # not the pilot
 
 
 def _say_all(study, monkeypatch, tmp_path):

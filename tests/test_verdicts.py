@@ -183,6 +183,13 @@ def test_that_one_of_many_cells_fails_may_be_chance():
     assert math.isnan(judge_every("x", {"a": counted(2.0)}, "", most=0.0).p)
 
 
+def test_a_claim_about_every_cell_is_as_sure_as_its_least_sure_one():
+    """Not always the one nearest to the limit: that may have hardly any spread."""
+    near, unsure = [-1.0, -1.01, -0.99], [-9.0, -2.0, -5.0, -7.0]
+    verdict = judge_every("x", {"near": near, "unsure": unsure}, "at {cell}", most=0.0)
+    assert verdict.answer == "holds" and verdict.p == judge("x", unsure, most=0.0).p > judge("x", near, most=0.0).p
+
+
 def test_thresholds_are_printed():
     limits = ((-math.inf, -1.8), (2, math.inf), (-1.4, -0.7), (-math.inf, 0.0, 0.5))
     assert [threshold(*some) for some in limits] == ["≤ −1.8", "≥ 2", "−1.4 … −0.7", "≤ 0 (± 0.5)"]

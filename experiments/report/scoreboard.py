@@ -37,6 +37,7 @@ The rules, here and everywhere:
 
 - A curve is judged by its mean over the last half of the epochs; the last epoch stands beside it. Studies use
   the mean alone.
+- Figure 9 is measured in some epochs only: the last half are 60, 80 and 100 (replay), 75 and 100 (equation 8).
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
 - Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %
@@ -154,7 +155,8 @@ def _answer(claim: Studied, study: Study, line: str) -> Row:
     about, missing = _parts(found.note)
     reason = "equal, within the margin" if first.answer == "equal" else ""
     if verdict == UNDECIDED:
-        reason = f"the interval includes the limit; {missing}" if missing else about
+        alone = missing.endswith("claims")  # decided by itself
+        reason = missing if alone else f"the interval includes the limit; {missing}" if missing else about
     if found.answer != first.answer:
         reason = f"decided with {plural(first.seeds, 'seed')}; with all of them {found.answer}"
     command = f"make study-{claim.study.replace('_', '-')} SIZE=paper"
@@ -164,8 +166,8 @@ def _answer(claim: Studied, study: Study, line: str) -> Row:
 
 
 def _parts(note: str) -> tuple[str, str]:
-    """What is measured, and how many values would decide."""
-    missing = [part for part in note.split("; ") if part.endswith("decide")]
+    """What is measured, and why it is not decided: how many values would do it, or how many claims there are."""
+    missing = [part for part in note.split("; ") if part.endswith(("decide", "claims"))]
     return "; ".join(part for part in note.split("; ") if part not in missing), "".join(missing)
 
 

@@ -184,7 +184,8 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
     _refuse_other_settings(study)
     before = study.manifest()
     finished = before.get("status") == "finished" and looks_of(before["settings"]["seeds"]) == study.looks
-    if finished and study.complete():
+    added = finished and study.settings.get("cells", {}).keys() - before["settings"].get("cells", {}).keys()
+    if finished and not added and study.complete():
         return
     study.directory.mkdir(parents=True, exist_ok=True)
     with locked(study.directory):

@@ -71,8 +71,9 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
 
     deciding = max((cell for cell in measured if answers[cell] == answer), key=outside)
     verdict = judge(words, measured[deciding], note.format(cell=deciding), **limits)
-    chances = len(cells) if answer == FAILS else 1  # that one of them fails
-    return replace(verdict, p=min(chances * verdict.p, 1.0))  # NaN stays
+    if answer == FAILS:  # one of so many may fail by chance
+        return replace(verdict, p=min(len(cells) * verdict.p, 1.0))  # NaN stays
+    return replace(verdict, p=max((_p(measured[cell], answers[cell], **limits) for cell in cells), key=_or_nothing))
 
 
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
@@ -139,6 +140,11 @@ def _p(measured: Estimate, answer: str, **limits: float) -> float:
     distance = _distance(measured.mean, **limits)
     room = limits["margin"] - distance if answer == EQUAL else distance
     return distance_p(measured, room) if room or measured.error else math.nan
+
+
+def _or_nothing(p: float) -> float:
+    """NaN counts as less than any p value."""
+    return -1.0 if math.isnan(p) else p
 
 
 def _distance(*values: float, least: float = -math.inf, most: float = math.inf, margin: float = 0.0) -> float:
