@@ -151,7 +151,7 @@ def test_all_of_it_and_going_on_after_an_interruption(monkeypatch, tmp_path):
     lost = max(i for i, line in enumerate(lines) if '"training"' in line)
     study.metrics_path.write_text("\n".join(lines[:lost] + lines[lost + 1 :]) + "\n")
     base.carry_out(study)
-    again = study.metrics_path.read_text().splitlines()[-1]
+    again = study.metrics_path.read_text().splitlines()[lost]
     assert json.loads(again) | {"seconds": 0} == json.loads(lines[lost]) | {"seconds": 0}
     claims = {verdict.claim for verdict in study.verdicts()}
     assert "LeNet-CIFAR-10, CD-GraB: train loss with ExDyna / dense at density 0.01" in claims

@@ -1,7 +1,8 @@
 """Sparse gradients: what ExDyna and its peers select, send and cost, and the losses that training with them reaches.
 
 Synthetic gradients (heavy-tailed, layered, with error feedback) answer the questions about density, balance,
-thresholds, time and bytes; tasks of the suite and a small sparse model those about convergence.
+thresholds, time and bytes; tasks of the suite and a small sparse model those about convergence. What is asked of
+synthetic gradients is asked again of real ones (`sparsification_real`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import estimate
-from experiments.studies import sparsifiers
+from experiments.studies import sparsification_real, sparsifiers
 from experiments.studies.parts import Part, trained
-from experiments.studies.sparsifiers import DENSE, OURS, TOPK, TRAINED_DENSITY, layered, method_label, task_label
+from experiments.studies.sparsifiers import (
+    CLOSE,
+    DENSE,
+    FAR,
+    OURS,
+    TOPK,
+    TRAINED_DENSITY,
+    layered,
+    method_label,
+    part_key,
+    task_label,
+)
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, repeated, select
 
 LAST = 20  # a settled value is the mean over this many last iterations
 WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which it is averaged at 0.001
-CLOSE, FAR = 0.1, 0.3  # relative errors of the density
 CHEAPER = 8  # how many times faster selecting should be with ExDyna
 SAME_RATIO = 0.01  # a ratio of losses that is nearer to 1 does not matter
 SAME_DENSITY = 0.15  # densities that differ by less, relatively, count as the same
@@ -41,6 +52,7 @@ def parts(settings: DictConfig) -> Iterator[Part]:
         for part in (*synthetic, *_timings(settings, seed), *_trainings(settings, seed)):
             if seed < own.get(part.key["measure"], synthetic_seeds):
                 yield part
+    yield from sparsification_real.parts(settings)
 
 
 def _own_seeds(settings: DictConfig) -> dict[str, int]:
@@ -75,7 +87,7 @@ def _timings(settings: DictConfig, seed: int) -> Iterator[Part]:
     for workers in settings.timed_workers:
         case = (workers, settings.densities[0])
         compute = partial(sparsifiers.selection_seconds, timed, *case, settings.timed_dim, seed)
-        yield Part(_key("time", "", *case, seed), compute, alone=True)
+        yield Part(part_key("time", "", *case, seed), compute, alone=True)
 
 
 def _trainings(settings: DictConfig, seed: int) -> Iterator[Part]:
@@ -87,18 +99,13 @@ def _trainings(settings: DictConfig, seed: int) -> Iterator[Part]:
         for method in methods:
             for sorter in settings.sorters if method in settings.trained[:2] else settings.sorters[-1:]:
                 run = overrides(settings, task, sorter, **changes)
-                key = _key("training", method, 0, TRAINED_DENSITY, seed, name, sorter)
+                key = part_key("training", method, 0, TRAINED_DENSITY, seed, name, sorter)
                 yield trained(key, sparsifiers.sparsified(run, method), seed, sparsifiers.by_epoch)
 
 
 def _part(seed: int, measure: str, compute: Callable, method: str, workers: int, density: float, *more: int) -> Part:
-    key = _key(measure, method, workers, density, seed)
+    key = part_key(measure, method, workers, density, seed)
     return Part(key, partial(compute, method, workers, density, *more, seed))
-
-
-def _key(measure: str, method: str, workers: int, density: float, seed: int, task: str = "", sorter: str = "") -> dict:
-    key = {"measure": measure, "method": method, "workers": workers, "target": density, "task": task, "sorter": sorter}
-    return key | {"seed": seed}
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
@@ -120,6 +127,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     yield from (repeated(verdict, own["time"]) for verdict in timed)
     for task, rows in select(table, measure="training").groupby("task", sort=False):
         yield from _converges(rows, task, settings)
+    yield from sparsification_real.verdicts(table, settings)
 
 
 def settled_mean(rows: DataFrame, column: str) -> Series:

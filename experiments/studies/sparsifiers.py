@@ -29,6 +29,7 @@ ABLATED = (DENSE, OURS, STATIC, FIXED, FORGETFUL, TOPK)
 RESNET = "cifar10, ResNet-18"
 MODELS = {"cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}  # tasks that this study has with two models
 TRAINED_DENSITY = 0.01
+CLOSE, FAR = 0.1, 0.3  # relative errors of the density
 
 REDUCTIONS, REPEATS = 3, 7  # reductions before times are measured, and how many times they are measured
 MATCHED = "topk_matched"  # Top-k as it trains
@@ -70,6 +71,14 @@ def task_label(task: str) -> str:
     return MODELS.get(task) or task_name(task)
 
 
+def part_key(
+    measure: str, method: str, workers: int, density: float, seed: int, task: str = "", sorter: str = ""
+) -> dict:
+    """What names a part of the study."""
+    key = {"measure": measure, "method": method, "workers": workers, "target": density, "task": task, "sorter": sorter}
+    return key | {"seed": seed}
+
+
 def build(method: str, workers: int, dim: int, density: float, **more: object) -> Sparsifier:
     name, options = options_of(method)
     return make_sparsifier(name, workers=workers, dim=dim, density=density, **options, **more)
@@ -93,7 +102,7 @@ def layered(
         later = 0.1 if shrinks and iteration >= iterations // 3 else 1.0
         sparsifier.reduce(gradients().mul_(scale * later))
         kept.append(sparsifier.stats | {"ratio": sparsifier.stats.density / sparsifier.density})
-    columns = {name: _column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
+    columns = {name: column([stats[name] for stats in kept]) for name in ("ratio", "imbalance", "threshold", "bytes")}
     return {"iteration": list(range(iterations))} | columns
 
 
@@ -121,7 +130,12 @@ def selection_seconds(methods: list[str], workers: int, density: float, dim: int
     anything; `slowest`: the time of the slowest worker, for which the others wait. `longest`: the length of the longest
     partition, as a multiple of the mean, if there are partitions.
     """
-    rows = LayeredGradients(1, dim, seed)().expand(workers, dim)
+    return timed_selection(methods, LayeredGradients(1, dim, seed)().expand(workers, dim), density)
+
+
+def timed_selection(methods: list[str], rows: Tensor, density: float) -> dict[str, list]:
+    """The same for what each worker selects from, rows [workers, dim]."""
+    workers, dim = rows.shape
     ready = [
         build(method, workers, dim, density, error_feedback=False, group=RecordingGroup(workers)) for method in methods
     ]
@@ -196,7 +210,7 @@ def _longest_partition(sparsifier: Sparsifier) -> float | None:
     return round(float(np.diff(sparsifier.partitions()).max()) * sparsifier.workers / sparsifier.dim, 3)
 
 
-def _column(values: list[float | None]) -> list[float | None]:
+def column(values: list[float | None]) -> list[float | None]:
     return [None if value is None or math.isnan(value) else float(f"{value:.4g}") for value in values]
 
 
@@ -239,5 +253,5 @@ def by_epoch(epochs: list[dict]) -> dict[str, list]:
     """Train loss, metrics of the test set, and what the sparsifier did; epoch 0 is the untrained model."""
     columns = {key: significant([line[key] for line in epochs]) for key in epochs[0]}
     for key in ("density", "imbalance", "bytes"):
-        columns[key] = _column([line.get("sparsifier", {}).get(key) for line in epochs])
+        columns[key] = column([line.get("sparsifier", {}).get(key) for line in epochs])
     return {"epoch": list(range(len(epochs)))} | columns

@@ -21,9 +21,9 @@ from cdgrab.runtime.group import WorkerGroup
 from experiments.store.records import significant
 from experiments.tasks import make_task
 from experiments.training.config import Run, compose, flatten
-from experiments.training.grouping import first_members, groups
+from experiments.training.grouping import first_members, groups, make_member
 from experiments.training.loop import Trainer
-from experiments.training.member import evaluated
+from experiments.training.member import Member, evaluated
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
 AT_ONCE = 32  # runs: more gain little, and a group leaves its results when all of it is done
@@ -109,6 +109,12 @@ def _train_first(runs: Sequence[TrainingRun]) -> list[list[dict]]:
     with contextlib.suppress(DivergedError):
         trainer.fit(save=False)
     return [member.log.epochs for member in members]
+
+
+def lone_member(run_overrides: list[str], seed: int) -> Member:
+    """Such a run on its own."""
+    run = _with_seed(_composed(tuple(run_overrides)), seed, Path())
+    return make_member(run, WorkerGroup(run.config.workers), pick_device(run.config.device))
 
 
 def partition(run_overrides: list[str], seed: int) -> tuple[Tensor, Tensor]:
