@@ -141,6 +141,15 @@ def test_a_line_of_a_study_has_its_first_answer_and_the_numbers_of_all_seeds():
     assert row.reason == "decided with 3 seeds; with all of them undecided"
 
 
+def test_a_line_of_a_study_may_have_a_figure_of_its_own():
+    study = scoreboard.Study({"rates": judge("rates", [1.0, 1.1], least=0.0)}, "study_made_up-quick", "")
+    figures = [
+        scoreboard._answer(Studied("here", "larger", "made_up", (), figure=which), study, "rates").evidence.figure
+        for which in ("", "real")
+    ]
+    assert figures == ["study_made_up-quick", "study_made_up_real-quick"]
+
+
 def test_welch_against_published_moments_and_the_sign_test():
     """Two samples given as such: scipy's interval from both equals ours from one and the other's moments."""
     from scipy.stats import binomtest, ttest_ind

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from cdgrab.sparsify import SparseAverager, make_sparsifier
 from experiments import train
 from experiments.store import files
-from experiments.studies import base, sparsification_figures
+from experiments.studies import base, sparsification_figures, sparsification_real_figures
 from experiments.studies.sparsification import _converges, _holds, settling_time
 from experiments.studies.sparsification_figures import ablation_table, time_table, training_table
 from experiments.studies.sparsifiers import (
@@ -158,7 +158,9 @@ def test_all_of_it_and_going_on_after_an_interruption(monkeypatch, tmp_path):
     assert "ExDyna: actual density / target with 8 workers" in claims and len(claims) == len(study.verdicts())
     topk = study.table[(study.table["measure"] == "build-up") & (study.table["method"] == "topk")]
     assert topk[topk["workers"] == 8]["ratio"].mean() > topk[topk["workers"] == 2]["ratio"].mean() > 1.5
-    for figure in (sparsification_figures.synthetic(study), sparsification_figures.trainings(study)):
+    drawn = (sparsification_figures.synthetic, sparsification_figures.trainings, sparsification_real_figures.real)
+    for figure in (draw(study) for draw in drawn):
         assert all(panel.get_title() or panel.get_ylabel() for panel in figure.axes if panel.axison)
     for table in (training_table, ablation_table, time_table):
         assert "ExDyna" in table(study.table)
+    assert "| LeNet-CIFAR-10 | Top-k " in sparsification_real_figures.crowd_table(study)

@@ -160,7 +160,9 @@ def _answer(claim: Studied, study: Study, line: str) -> Row:
     if found.answer != first.answer:
         reason = f"decided with {plural(first.seeds, 'seed')}; with all of them {found.answer}"
     command = f"make study-{claim.study.replace('_', '-')} SIZE=paper"
-    evidence = Evidence(claim.data or study.data, study.figure, command)
+    first_figure = f"study_{claim.study}"
+    figure = study.figure.replace(first_figure, "_".join(filter(None, (first_figure, claim.figure))), 1)
+    evidence = Evidence(claim.data or study.data, figure, command)
     ours = f"{line}: {found.measured}{f' ({about})' * bool(about)}; wanted {found.threshold}"
     return Row(claim.where, claim.says, verdict, reason, ours, str(found.seeds or "–"), evidence)
 

@@ -23,6 +23,7 @@ class Studied:
     lines: tuple[str, ...]
     data: str = ""  # if it is not what the study trains on
     no_worse: bool = False  # the paper claims no more than that, so that "equal" is enough
+    figure: str = ""  # which of the study's figures shows it, if it is not the first one
 
 
 FIGURE_10 = (
@@ -115,10 +116,53 @@ THEORY = (
         ),
     ),
 )
-EXDYNA = (
+DENSITY = "the density that the user asks for is held throughout"
+EXCLUSIVE = "workers never select the same coordinates: the density does not grow with them"
+EVEN, ONLINE = "workers are loaded evenly", "its own rule finds an accurate threshold on the fly"
+NEAR_OPTIMAL = "a worker selects from its share of the coordinates alone: near-optimal cost"
+OWN, AS_PUBLISHED = "ExDyna", "ExDyna as published"
+TRAINED = (("LeNet-CIFAR-10", "CIFAR-10"), ("LSTM-WikiText-2", "WikiText-2"))
+
+
+def _real(where: str, says: str, network: str, data: str, *lines: str) -> Studied:
+    """Lines about the gradients of a network in training."""
+    return Studied(where, says, "sparsification", tuple(f"{network}{line}" for line in lines), data, figure="real")
+
+
+def _each(line: str, *methods: str) -> tuple[str, ...]:
+    return tuple(f", {method}: {line}" for method in methods or (OWN, AS_PUBLISHED))
+
+
+WHEN = ("at the start", "after a tenfold drop")
+ON_REAL_GRADIENTS = (
+    *(_real("density", DENSITY, *of, *_each("mean relative error of the density")) for of in TRAINED),
+    _real("build-up", EXCLUSIVE, *TRAINED[0], *_each("actual density / target with 64 workers")),
+    _real("build-up", EXCLUSIVE, *TRAINED[1], *_each("actual density / target with 64 workers", OWN)),
+    *(
+        _real("build-up", "with Top-k it does", *of, *_each("actual density / target with 64 workers", "Top-k"))
+        for of in TRAINED
+    ),
+    *(_real("imbalance", EVEN, *of, *_each("imbalance")) for of in TRAINED),
+    _real("imbalance", EVEN, *TRAINED[0], ": the paper's rule loads workers more evenly than equal partitions do"),
+    *(
+        _real("threshold error", ONLINE, *of, *(line for when in WHEN for line in _each(f"iterations to ±10% {when}")))
+        for of in TRAINED
+    ),
+    _real(
+        "selection cost",
+        NEAR_OPTIMAL,
+        *TRAINED[1],
+        *(
+            f", selecting: Top-k's time / that of {method}, {workers} workers"
+            for workers in (2, 8, 64)
+            for method in (OWN, AS_PUBLISHED)
+        ),
+    ),
+)
+ON_MADE_UP_AND_IN_TRAINING = (
     Studied(
         "density",
-        "the density that the user asks for is held throughout",
+        DENSITY,
         "sparsification",
         (
             *(f"ExDyna, density {d}, {w} workers: iterations within ±10% of the target" for d, w in HELD[:2]),
@@ -133,7 +177,7 @@ EXDYNA = (
     ),
     Studied(
         "build-up",
-        "workers never select the same coordinates: the density does not grow with them",
+        EXCLUSIVE,
         "sparsification",
         ("ExDyna: actual density / target with 64 workers",),
         GRADIENTS,
@@ -147,7 +191,7 @@ EXDYNA = (
     ),
     Studied(
         "imbalance",
-        "workers are loaded evenly",
+        EVEN,
         "sparsification",
         (
             *(f"ExDyna, density {d}, {w} workers: imbalance, by which padding lengthens what is sent" for d, w in HELD),
@@ -157,14 +201,14 @@ EXDYNA = (
     ),
     Studied(
         "threshold error",
-        "its own rule finds an accurate threshold on the fly",
+        ONLINE,
         "sparsification",
-        tuple(f"the paper's threshold: iterations to ±10% {when}" for when in ("at the start", "after a tenfold drop")),
+        tuple(f"the paper's threshold: iterations to ±10% {when}" for when in WHEN),
         GRADIENTS,
     ),
     Studied(
         "selection cost",
-        "a worker selects from its share of the coordinates alone: near-optimal cost",
+        NEAR_OPTIMAL,
         "sparsification",
         tuple(
             f"selecting: Top-k's time / ExDyna's for {whose} of 8, one core"
@@ -199,5 +243,9 @@ EXDYNA = (
         tuple(f"{network}: train loss with ExDyna / Top-k" for network in NETWORKS),
         no_worse=True,
     ),
+)
+PLACES = tuple(dict.fromkeys(claim.where for claim in ON_MADE_UP_AND_IN_TRAINING))
+EXDYNA = tuple(  # real gradients below made-up ones, statement by statement
+    sorted((*ON_MADE_UP_AND_IN_TRAINING, *ON_REAL_GRADIENTS), key=lambda claim: PLACES.index(claim.where))
 )
 STUDIES = tuple(dict.fromkeys(claim.study for claim in (*FIGURE_10, *THEORY, *EXDYNA)))

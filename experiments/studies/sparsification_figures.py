@@ -214,9 +214,9 @@ def ablation_table(table: DataFrame) -> Iterator[dict[str, str]]:
 
 
 @text.table
-def time_table(table: DataFrame) -> Iterator[dict[str, str]]:
+def time_table(table: DataFrame, measure: str = "time") -> Iterator[dict[str, str]]:
     """Milliseconds that workers take to select."""
-    for (method, workers), some in select(table, measure="time").groupby(["timed", "workers"], sort=False):
+    for (method, workers), some in select(table, measure=measure).groupby(["timed", "workers"], sort=False):
         mean, slowest = (f"{1000 * some[column].mean():.2f}" for column in ("selection", "slowest"))
         row = {"method": method_label(method), "workers": str(workers)}
         yield row | {"mean over workers (ms)": mean, "slowest worker (ms)": slowest}
