@@ -135,7 +135,15 @@ def _each(line: str, *methods: str) -> tuple[str, ...]:
 
 WHEN = ("at the start", "after a tenfold drop")
 ON_REAL_GRADIENTS = (
-    *(_real("density", DENSITY, *of, *_each("mean relative error of the density")) for of in TRAINED),
+    *(
+        _real(
+            "density",
+            DENSITY,
+            *of,
+            *_each("mean relative error of the density", OWN, f"{OWN}, 64 workers", AS_PUBLISHED),
+        )
+        for of in TRAINED
+    ),
     _real("build-up", EXCLUSIVE, *TRAINED[0], *_each("actual density / target with 64 workers")),
     _real("build-up", EXCLUSIVE, *TRAINED[1], *_each("actual density / target with 64 workers", OWN)),
     *(

@@ -92,6 +92,10 @@ def _holds(rows: DataFrame, task: str, own: DictConfig) -> Iterator[Verdict]:
     for method in (OURS, PUBLISHED):
         words = f"{task_label(task)}, {method_label(method)}: mean relative error of the density"
         yield judge(words, *_steady(rows, own, method, "error"), most=CLOSE)
+    most = max(own.crowds)
+    some = later_half(select(rows, measure=CROWDS, method=OURS, workers=most), "error")
+    words = f"{task_label(task)}, {method_label(OURS)}, {most} workers: mean relative error of the density"
+    yield judge(words, some, f"the last half of {own.crowd_iterations} iterations", most=CLOSE)
 
 
 def _builds_up(rows: DataFrame, task: str, own: DictConfig) -> Iterator[Verdict]:
