@@ -163,3 +163,12 @@ def test_counting_counts(together, monkeypatch):
     values = [0.25, 0.5, 1.0, 7.0]
     expected = [sum(int((v.abs() >= value).sum()) for v in vectors) for value in values]
     assert thresholds.count_reaching(vectors, values).tolist() == expected
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_places_that_reach_a_threshold_are_the_same_one_by_one(together, monkeypatch):
+    monkeypatch.setattr(thresholds, "TOGETHER", 1 << 20 if together else 0)
+    vectors = [torch.randn(57), torch.randn(0), torch.tensor([0.5, -0.5, 0.0]), torch.zeros(4), torch.randn(31)]
+    for threshold in (0.5, 1.0, 9.0):
+        expected = [[place for place, value in enumerate(v.tolist()) if abs(value) >= threshold] for v in vectors]
+        assert [found.tolist() for found in thresholds.reaching_each(vectors, threshold)] == expected

@@ -77,10 +77,20 @@ def epochs(arm, model, examples=22, size=2, number=3):
 @pytest.mark.filterwarnings("error")
 def test_batches_are_fresh_or_fixed_or_reformed():
     found = {arm: epochs(arm, torch.nn.Linear(22, 3))[1] for arm in practice.ARMS}
-    for arm in ("fixed", "batch"):
+    for arm in ("fixed", "batch", "coin"):
         assert len({frozenset(epoch) for epoch in found[arm]}) == 1 and found[arm][0] != found[arm][1] != found[arm][2]
     for arm in ("shuffle", "example", "reformed"):
         assert len({frozenset(epoch) for epoch in found[arm]}) == 3
+
+
+def test_coins_move_batches_as_pair_balancing_does():
+    """One of each pair goes to the front, the other to the back; both nearer to the ends the earlier they were."""
+    _, (first, second, third) = epochs("coin", torch.nn.Linear(22, 3))
+    for before, after in ((first, second), (second, third)):
+        ends = [{after[pair], after[len(after) - 1 - pair]} for pair in range(len(before) // 2)]
+        assert ends == [set(before[2 * pair : 2 * pair + 2]) for pair in range(len(before) // 2)]
+    fronts = [first.index(batch) % 2 for batch in second[: len(second) // 2]]
+    assert 0 < sum(fronts) < len(fronts)  # by chance one or the other
 
 
 def test_reformed_batches_exchange_examples_with_their_neighbours_only():

@@ -30,7 +30,7 @@ from cdgrab.sparsify.partitions import (
     published_rebalance,
     rebalance,
 )
-from cdgrab.sparsify.threshold import SMALLEST, largest, reaching
+from cdgrab.sparsify.threshold import SMALLEST, largest, reaching_each
 
 THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # about how many coordinates above the threshold are counted; if there are more, a sample is enough
@@ -140,9 +140,10 @@ class ExDyna(Sparsifier):
         return max(math.ceil(fair), round(MOST * fair)) if self.rule == "balanced" else 0
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        found, most = [], self._most()
-        for row, start, end in self._own(accumulated):
-            indices = start + reaching(row[start:end], self._value)
+        own, found, most = list(self._own(accumulated)), [], self._most()
+        each = reaching_each([row[start:end] for row, start, end in own], self._value)
+        for (row, start, end), places in zip(own, each, strict=True):
+            indices = start + places
             if most and len(indices) > most:  # the rest waits for a later iteration
                 indices = shuffled(indices, self.iteration)
                 indices = indices[largest(row[indices], most)]

@@ -8,7 +8,7 @@ draws the same conclusion.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +39,17 @@ def reaching(values: Tensor, threshold: float) -> Tensor:
     return torch.from_numpy(np.flatnonzero(np.abs(values.numpy()) >= threshold))  # a fifth of torch's time
 
 
+def reaching_each(vectors: Sequence[Tensor], threshold: float) -> list[Tensor]:
+    """`reaching`, of each of several vectors. Short ones are looked at together: a GPU is then asked only once."""
+    if not _few(vectors):
+        return [reaching(vector, threshold) for vector in vectors]
+    ends = torch.tensor([len(vector) for vector in vectors]).cumsum(0)
+    found = reaching(torch.cat(list(vectors)), threshold)
+    cuts = torch.searchsorted(found, ends[:-1].to(found.device)).tolist()
+    starts = [0, *ends[:-1].tolist()]
+    return [part - start if start else part for part, start in zip(found.tensor_split(cuts), starts, strict=True)]
+
+
 def first_guess(k: int) -> float:
     """The threshold of the ExDyna paper's experiments: right for gradients of one scale."""
     return 1 / (2 * math.sqrt(k))
@@ -66,12 +77,16 @@ def grid(low: float, high: float, size: int) -> list[float]:
 def count_reaching(vectors: list[Tensor], values: list[float]) -> Tensor:
     """How many magnitudes of all vectors together reach each of the ascending `values`: whole numbers [values]."""
     edges = torch.tensor(values, dtype=vectors[0].dtype, device=vectors[0].device)
-    few = sum(map(len, vectors)) <= TOGETHER
-    return sum(_reaching_each(vector.abs(), edges) for vector in ([torch.cat(vectors)] if few else vectors))
+    return sum(_reached(vector.abs(), edges) for vector in ([torch.cat(vectors)] if _few(vectors) else vectors))
 
 
-def _reaching_each(magnitudes: Tensor, edges: Tensor) -> Tensor:
-    magnitudes = magnitudes[reaching(magnitudes, float(edges[0]))]
+def _few(vectors: Sequence[Tensor]) -> bool:
+    return len(vectors) > 1 and sum(map(len, vectors)) <= TOGETHER
+
+
+def _reached(magnitudes: Tensor, edges: Tensor) -> Tensor:
+    if not magnitudes.is_cuda:  # a GPU would be waited for
+        magnitudes = magnitudes[reaching(magnitudes, float(edges[0]))]
     counts = torch.bincount(torch.bucketize(magnitudes, edges, right=True), minlength=len(edges) + 1)
     return len(magnitudes) - counts.cumsum(0)[:-1]
 

@@ -20,7 +20,7 @@ from experiments.report.names import LOSS
 from experiments.report.statistics import SAME_LOSS, counted, median
 from experiments.report.text import minus
 from experiments.studies.parts import Part
-from experiments.studies.practice_training import BATCH, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
+from experiments.studies.practice_training import BATCH, COIN, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
 from experiments.studies.verdicts import Verdict, beyond_chance, judge, repeated, select
 
 PILOT, TRAINED, COST = "pilot", "trained", "cost"  # kinds of parts
@@ -32,6 +32,7 @@ MEASURABLE = 1e6  # parameters whose memory is told from other things
 ARMS = {
     SHUFFLE: "fresh batches",
     FIXED: "fixed batches at random",
+    COIN: "batches by coins",
     BATCH: "CD-GraB's batches",
     EXAMPLE: "CD-GraB's examples",
     REFORMED: "CD-GraB's reformed batches",
@@ -42,6 +43,7 @@ CHANGES = {  # of a base setting, in words
     "dropout": "dropout {:g}",
     "epochs": "{:g} epochs",
     "examples": "{:,} examples",
+    "half": "float32",
     "optimiser": "{}",
     "rate": "rate × {:g}",
     "schedule": "{} rate",
@@ -146,24 +148,25 @@ def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:
             yield compared(means, name, arm, SHUFFLE, LOSS)
             yield compared(means, name, arm, FIXED, LOSS)
             yield compared(means, name, arm, SHUFFLE, SCORE)
+            if arm == COIN:
+                yield compared(means, name, BATCH, COIN, LOSS)
 
 
 def judged(means: DataFrame, settings: DictConfig) -> Iterator[tuple[Comparison, Verdict]]:
     """Every comparison, with p values adjusted for all of them; other claims have none."""
     found = list(comparisons(means, settings))
-    verdicts = beyond_chance(_better(each, cell_label(settings, each.cell)) for each in found)
-    return zip(found, verdicts, strict=True)
+    return zip(found, beyond_chance(_better(each, settings) for each in found), strict=True)
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    yield from (_better(each, cell_label(settings, each.cell)) for each in comparisons(ends(table), settings))
+    yield from (_better(each, settings) for each in comparisons(ends(table), settings))
     yield from (_cheap(table, settings, name) for name in cells(settings) if cell(settings, name)["timed"])
     yield from _rates(table, settings)
 
 
-def _better(each: Comparison, label: str) -> Verdict:
-    loss = each.metric == LOSS
-    words = f"{label}: {ARMS[each.arm]} beat {ARMS[each.control]} in {'train loss' if loss else 'validation score'}"
+def _better(each: Comparison, settings: DictConfig) -> Verdict:
+    loss, where = each.metric == LOSS, cell_label(settings, each.cell)
+    words = f"{where}: {ARMS[each.arm]} beat {ARMS[each.control]} in {'train loss' if loss else 'validation score'}"
     note = "gain in % of the loss" if loss else "gain in points"
     return judge(words, each.gains, note, least=0.0, margin=SAME_LOSS if loss else SAME_SCORE)
 

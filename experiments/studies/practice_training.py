@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, RandomSampler
 
-from cdgrab import OrderedBatchSampler
+from cdgrab import OrderedBatchSampler, streams
+from cdgrab.balance.rules import reorder_pairs
 from cdgrab.runtime.connection import pick_device
 from experiments.data.sources import Source
 from experiments.store.records import significant
@@ -32,6 +33,7 @@ from experiments.training.composition import compose_config
 # which batches are visited, and in which order
 SHUFFLE, FIXED = "shuffle", "fixed"  # fresh ones in every epoch, as of DataLoader(shuffle=True); the same, at random
 BATCH, EXAMPLE, REFORMED = "batch", "example", "reformed"  # ordered by CD-GraB
+COIN = "coin"  # the same as `batch`, but coins decide the signs
 NEIGHBOURS = 4  # batches that exchange their examples when they are reformed
 WARM_UP = 0.05  # of all steps, where the rate decays
 MOMENTUM = 0.9  # of SGD
@@ -112,12 +114,32 @@ def batches(
     if arm == SHUFFLE:
         generator = torch.Generator().manual_seed(seed)
         return BatchSampler(RandomSampler(range(examples), generator=generator), size, drop_last=False)
-    unit, sorter = "example" if arm == EXAMPLE else "batch", "d_rr" if arm == FIXED else "cd_grab"
+    unit, sorter = "example" if arm == EXAMPLE else "batch", {FIXED: "d_rr", COIN: "shuffle_once"}.get(arm, "cd_grab")
     sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed, diagnose=diagnose)
-    if arm == FIXED:
-        return sampler
+    if arm in (FIXED, COIN):
+        return CoinFlips(sampler, seed) if arm == COIN else sampler
     sampler.attach(model)
     return Reformed(sampler, examples, seed) if arm == REFORMED else sampler
+
+
+class CoinFlips:
+    """Fixed batches, of which every order is made from the last one as pair balancing does it, with random signs: what
+    is left of CD-GraB if it learns nothing."""
+
+    def __init__(self, sampler: OrderedBatchSampler, seed: int) -> None:
+        """sampler: whose order never changes."""
+        self._batches, self._seed, self._epoch = list(sampler), seed, 0
+        self._order = torch.arange(len(self._batches))[None]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._epoch:
+            coins = streams.stream(self._seed, "study", self._epoch).integers(0, 2, len(self._batches) // 2)
+            self._order = reorder_pairs(self._order, torch.from_numpy(2 * coins - 1).to(torch.int8)[None])
+        self._epoch += 1
+        yield from (self._batches[number] for number in self._order[0].tolist())
 
 
 class Reformed:
