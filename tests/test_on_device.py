@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cdgrab.sparsify import SparseAverager, make_sparsifier
+from experiments.studies.training import TrainingRun, train
+from experiments.training.loop import Trainer
 from experiments.training.on_device import OnDevice, supported
 from experiments.training.on_device.exdyna import balanced, rebalanced
 from experiments.training.on_device.peers import allotted, dealt
@@ -102,6 +104,29 @@ def test_all_that_a_step_changes_is_changed_in_place():
     on_device.average(first)
     assert torch.equal(on_device.average(second)[0], expected)
     assert [id(tensor) for tensor, _ in before] == [id(tensor) for tensor in on_device.tensors()]
+
+
+def test_runs_that_train_together_have_the_metrics_of_their_own_sparsifiers(monkeypatch):
+    """Steps as they are captured on a GPU, without one; the last step of an epoch is a smaller one."""
+    common = ["task=cifar10", "sorter=d_rr", "data=embedded", "workers=2", "epochs=2", "device=cpu"]
+    common += ["task.dtype=float32", "task.batch=8", "task.limit=52"]
+    methods = ["exdyna momentum_correction=0.5", "exdyna", "topk", "deft", "micro warm_up_steps=7"]
+    methods += ["exdyna rule=paper threshold=paper"]
+    runs = [_training(common, f"{method} density=0.05") for method in methods] + [_training(common, "fp16")]
+    expected, made = train(runs), []
+    monkeypatch.setattr(Trainer, "_can_capture", lambda trainer: made.append(trainer) or True)
+    for found, alone in zip(train(runs), expected, strict=True):
+        for line, its in zip(found, alone, strict=True):
+            same = [key for key in its if key.startswith(("train_", "test_"))]
+            assert [line[key] for key in same] == pytest.approx([its[key] for key in same], rel=1e-4)
+            assert line.get("sparsifier", {}) == pytest.approx(its.get("sparsifier", {}), rel=1e-3)
+    assert isinstance(made[0].loop.averager, OnDevice) and len(made) == 1
+
+
+def _training(common, method):
+    name, *options = method.split()
+    options = [f"sparsifier.{option}" for option in options]
+    return TrainingRun((*common, "task.momentum=0", f"sparsifier={name}", *options), 0, lambda epochs: epochs)
 
 
 def test_ranks_and_counts_are_those_of_sorting_each_group():

@@ -101,7 +101,7 @@ class Trainer:
         tasks = [member.config.task for member in self.members]
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
-        captured = compiled and self.device.type == "cuda" and group.world_size == 1
+        captured = compiled and self._can_capture()
         sparse = self._sparse_means(captured) if self.sparse else None
         plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
         first_carry = [stacked(part) for part in carries]
@@ -113,6 +113,9 @@ class Trainer:
         # captured steps fetch their own data: here a block is what runs between two checks of the losses
         self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
         return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
+
+    def _can_capture(self) -> bool:
+        return self.device.type == "cuda" and self.group.world_size == 1
 
     def _sparse_means(self, captured: bool) -> SparseMeans | OnDevice:
         averagers = [member.sparse_mean for member in self.members]
