@@ -27,6 +27,8 @@ METHODS = {
     "topk": {},
     "topk, corrected": {"momentum_correction": 0.9},
     "topk, warm-up": WARM | {"momentum_correction": 0.9},
+    "topk_matched": {},
+    "topk_matched, warm-up": WARM | {"momentum_correction": 0.9},
     "deft": {"layers": [500, 30, 300, 70]},
     "deft, warm-up": {"layers": [500, 30, 300, 70]} | WARM,
     "fp16": {},

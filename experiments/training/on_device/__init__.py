@@ -81,7 +81,7 @@ class OnDevice:
 def _likeness(sparsifier: Compressor) -> str:
     """Of those that are computed together. Top-k without a warm-up has one number of coordinates for all."""
     settings = {name: getattr(sparsifier, name, None) for name in sparsifier.options if name not in MAY_DIFFER}
-    if isinstance(sparsifier, TopK):
+    if type(sparsifier) is TopK:
         settings["k"] = sparsifier.density if sparsifier.warm_up_steps == 0 else None
     if isinstance(sparsifier, ExDyna):
         settings["rule"], settings["blocks"] = sparsifier.rule, sparsifier.blocks

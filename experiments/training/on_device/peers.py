@@ -23,15 +23,20 @@ class TopKs(Kind):
         self._k = None if self._last else sparsifiers[0].target  # of all runs, if it stays what it is
 
     def select(self, accumulated: Tensor) -> Selection:
-        magnitudes = accumulated.abs()
         if self._k is None:
-            rows = torch.arange(self.runs * self.workers, device=self.device)
-            groups = rows.view(self.runs, self.workers, 1).expand_as(magnitudes)
-            taken = Ranking(groups, magnitudes, self.dim * rows).ranks() < self.targets[:, None, None]
+            taken = largest_of_each(accumulated, self.targets)
         else:
-            taken = torch.zeros_like(magnitudes, dtype=torch.bool)
-            taken.scatter_(2, magnitudes.topk(self._k, sorted=False).indices, True)
+            taken = torch.zeros_like(accumulated, dtype=torch.bool)
+            taken.scatter_(2, accumulated.abs().topk(self._k, sorted=False).indices, True)
         return Selection(taken.any(1), self.targets[:, None].expand(-1, self.workers))
+
+
+def largest_of_each(accumulated: Tensor, most: Tensor) -> Tensor:
+    """Which of every worker's values [runs, workers, dim] are among its largest; most [runs]: as many."""
+    runs, workers, dim = accumulated.shape
+    rows = torch.arange(runs * workers, device=accumulated.device)
+    groups = rows.view(runs, workers, 1).expand_as(accumulated)
+    return Ranking(groups, accumulated.abs(), dim * rows).ranks() < most[:, None, None]
 
 
 class Defts(Kind):
