@@ -265,6 +265,12 @@ def train_without_zeroing(model, sampler):
         nn.functional.cross_entropy(model(inputs), labels).backward()
 
 
+def never_synced(model, sampler):
+    """As local SGD does: weights are averaged now and then, gradients never."""
+    with model.no_sync():
+        train(model, sampler, epochs=2)
+
+
 def gpu_only():
     with mock.patch("torch.distributed.get_backend_config", lambda group: "cuda:nccl"):
         sampler_of()
@@ -325,6 +331,7 @@ def refusals():
         "two hooks": lambda: [sampler_of().attach(model) for model in [parallel()] * 2],
         "accumulated": lambda: train(m := parallel(), sampler_of().attach(m), epochs=1, accumulate=2),
         "synced": lambda: train(m := parallel(), sampler_of(**CASES["accumulated"].sampler).attach(m), epochs=1),
+        "never synced": lambda: never_synced(m := parallel(), sampler_of().attach(m)),
         "left over": lambda: train_without_zeroing(m := parallel(), sampler_of().attach(m)),
         "alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(parallel()),
         "nccl": gpu_only,

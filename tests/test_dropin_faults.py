@@ -110,6 +110,25 @@ def test_a_model_converted_after_attach_is_seen_all_the_same():
     assert train(model, sampler) == train(same, attached(same))
 
 
+def test_a_whole_model_in_a_file_is_an_ordinary_one(tmp_path):
+    model = network()
+    sampler = attached(model)
+    train(model, sampler, epochs=1)
+    torch.save(model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh]):
+        copy = torch.load(tmp_path / "model.pt", weights_only=True)
+    inputs, labels = dataset().tensors[1:]
+    assert torch.equal(copy(inputs), model(inputs))
+    nn.functional.cross_entropy(copy(inputs), labels).backward()  # that of the other one would be one too many
+    with pytest.raises(CdgrabError, match="more backward passes"):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def test_no_batch_is_handed_out_before_attach():
+    with pytest.raises(CdgrabError, match="call sampler.attach.*to look at a batch before, make a loader without"):
+        next(iter(OrderedBatchSampler(dataset(), 8)))
+
+
 def test_an_epoch_without_any_gradient_is_told():
     sampler, other = attached(network()), network()
     with pytest.warns(UserWarning, match="no gradient of epoch 0 was seen"):

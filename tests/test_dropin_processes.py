@@ -182,6 +182,9 @@ def test_refusals_name_the_way_out(found):
     assert "accumulation_steps=2" in sentences["accumulated"]
     assert "after 1 of accumulation_steps=2" in sentences["synced"]
     assert "no_sync" in sentences["synced"] and "accelerator.accumulate" in sentences["synced"]
+    passes = len(found[2]["divided"]["visited"][0][0])
+    assert f"the last {passes} backward passes ran inside no_sync" in sentences["never synced"]
+    assert "do that first, and attach what comes of it" in sentences["not wrapped"]
     assert "zero_grad() after every step" in sentences["left over"]
     assert "process 0 of 1 for the sampler and 0 of 2 for DDP" in sentences["alone"]
     assert "init_process_group() without a name" in sentences["nccl"]

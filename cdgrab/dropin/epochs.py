@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cdgrab.dropin.ledger import BatchIterator, Ledger
 from cdgrab.dropin.outstanding import Batch
-from cdgrab.dropin.refusals import refuse_threads
+from cdgrab.dropin.refusals import refuse_threads, refuse_unaveraged
 from cdgrab.runtime.group import WorkerGroup
 
 
@@ -34,6 +34,7 @@ class Epochs:
     def start(self, iterator: BatchIterator, in_order: Callable[[list[int]], list[list[int]]]) -> list[Batch]:
         """Start or continue an epoch. Returns the remaining batches; in_order: the batches of units."""
         ledger, sorter, last = self._ledger, self._ledger.sorter, self._ledger.reader
+        refuse_unaveraged(ledger.passes, ledger.accumulation_steps)
         if ledger.backward_seen:
             self._late = []
         ledger.begin(last is not None and last.read_out, last is not None and iterator.continues(last))

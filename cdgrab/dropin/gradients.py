@@ -96,7 +96,8 @@ class ObservedModel:
             raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
         if group.world_size > 1 and not self._parallel and not self._sharded:
             processes = f"{group.world_size} processes, but the model is not wrapped in DistributedDataParallel"
-            raise CdgrabError(f"{processes}, nor is any part of it under fully_shard")
+            way_out = "do that first, and attach what comes of it"
+            raise CdgrabError(f"{processes}, nor is any part of it under fully_shard: {way_out}")
         if self._sharded and self._ledger.unit == "example":
             raise CdgrabError("unit='example' needs whole parameters, and FSDP divides them; use unit='batch'")
         if self._parallel:

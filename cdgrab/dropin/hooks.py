@@ -206,14 +206,23 @@ def _watch(call: Callable[[Tensor], None], module: nn.Module, arguments: tuple, 
 
 
 class Note(partial):
-    """A forward hook. Copies of the model, for a moving average or in a file, note nothing."""
+    """A forward hook. Copies of the model, for a moving average or in a file, note nothing. A file with a whole model
+    can be loaded with `weights_only=True` wherever cdgrab is imported."""
 
     def __reduce__(self) -> tuple:
-        return partial, (_note_nothing,)
+        return no_hook, ()
+
+
+def no_hook() -> Callable[..., None]:
+    """What stands for the hook in a file: a function that does nothing."""
+    return _note_nothing
 
 
 def _note_nothing(module: nn.Module, arguments: tuple, output: object) -> None:
     pass
+
+
+torch.serialization.add_safe_globals([no_hook])
 
 
 def flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:

@@ -147,6 +147,16 @@ def refuse_threads(group: WorkerGroup, in_a_thread: bool) -> None:
         )
 
 
+def refuse_unaveraged(passes: int, wanted: int) -> None:
+    """DDP has averaged nothing by the end of an epoch. (Where it does, too many passes are refused at that moment.)"""
+    if passes > wanted:
+        which = "them" if wanted == 1 else f"the last of every accumulation_steps={wanted}"
+        raise CdgrabError(
+            f"the last {passes} backward passes ran inside no_sync, and orders are learnt from gradients that DDP "
+            f"averages: run {which} outside (local SGD, which averages weights instead, is not supported)"
+        )
+
+
 def same_layout(there: dict, here: dict, repartition: bool) -> bool:
     """Whether a state fits. One that does not is refused, unless `repartition` asks for a new start."""
     details = differences(there, here)

@@ -129,7 +129,10 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def _start_epoch(self, iterator: BatchIterator) -> list[Batch]:
         """Start or continue an epoch. Returns the remaining batches."""
         if self.sorter is None:
-            raise CdgrabError("call sampler.attach(model) before the first epoch: orders come from its gradients")
+            raise CdgrabError(
+                "call sampler.attach(model) before the first epoch: orders come from its gradients (to look at a batch "
+                "before, make a loader without this sampler)"
+            )
         if self._epochs.began < 0:  # not in every epoch: the search takes time
             refusals.refuse_wrappers(self)
         if self._model and self.sorter.needs_gradients:

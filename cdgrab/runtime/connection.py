@@ -50,7 +50,8 @@ def one_worker_per_process(channel: object = None) -> WorkerGroup:
     """The processes that are already connected, each hosting one worker. channel: a process group of some of them."""
     if not (dist.is_available() and dist.is_initialized()):
         if (processes := launched_world_size()) > 1:
-            raise CdgrabError(f"{processes} processes are not connected: call init_process_group of torch.distributed")
+            first = "call init_process_group of torch.distributed first (Accelerator() and Fabric's launch() do)"
+            raise CdgrabError(f"{processes} processes are not connected: {first}")
         return WorkerGroup(1)
     processes = dist.get_world_size(channel)
     return WorkerGroup(processes, dist.get_rank(channel), processes, channel=channel, timeout=_patience(channel))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,14 @@ class SparseAverager:
         self._steps += 1
         self._thresholds += self.sparsifier.stats.threshold is not None
         return update, None
+
+    def add(self, iteration: int, sums: Sequence[float]) -> None:
+        """Sums of the statistics of steps that were made elsewhere, up to this iteration."""
+        steps, self.sparsifier.iteration = iteration - self.sparsifier.iteration, iteration
+        for name, value in zip(LOGGED, sums, strict=True):
+            self._sums[name] += value
+        self._steps += steps
+        self._thresholds += steps * (self._sums["threshold"] > 0)
 
     def epoch_means(self) -> dict[str, float]:
         """Means since the last call, over all processes, since some thresholds differ from process to process.

@@ -232,12 +232,13 @@ def _source(task: str, data: str) -> dict:
 
 def _differs(key: str, before: object, now: object) -> bool:
     """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are. Cells may be
-    left out besides, and chosen rates differ, by which parts are named: results of others are kept for later."""
+    left out besides, and chosen rates differ, by which parts are named: results of others are kept for later. How many
+    runs train together changes none of them."""
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     if key == "cells":
         return any(before[name] != now[name] for name in before.keys() & now.keys())
-    if key == "chosen":
+    if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key == "sorters" else before != now
 

@@ -33,6 +33,7 @@ NEAR = 1.05  # times the dense loss
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes
+ASKING, FEW = ("powersgd",), 2  # methods that wait for the GPU gain little by training together
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -85,7 +86,7 @@ def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[st
         options["warm_up_steps"] = model["warm_up_steps"]
     chosen = ",".join([kind, *(f"{key}={value}" for key, value in options.items())])
     run = overrides(settings, model["task"], sorter, workers=own.workers, **changes)
-    together = settings.replicas[own.model][kind != DENSE]
+    together = min(settings.replicas[own.model], FEW) if kind in ASKING else settings.replicas[own.model]
     return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={together}"]
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, Sparsifier, make_sparsifier
-from cdgrab.sparsify.simple import TopK
-from cdgrab.sparsify.threshold import largest
 from experiments.report.names import readable, task_name
 from experiments.store.records import significant
+from experiments.studies.matched import MATCHED
 from experiments.studies.synthetic import LayeredGradients, SparseModel
 
 OURS, PUBLISHED, TOPK, DENSE = "exdyna", "exdyna,rule=paper,threshold=paper", "topk", "dense"
@@ -32,8 +31,6 @@ TRAINED_DENSITY = 0.01
 CLOSE, FAR = 0.1, 0.3  # relative errors of the density
 
 REDUCTIONS, REPEATS = 3, 7  # reductions before times are measured, and how many times they are measured
-MATCHED = "topk_matched"  # Top-k as it trains
-FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that is to be matched
 TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor
 SPARSE = {"words": 20_000, "width": 8, "length": 20}
 SPARSE_TRAINING = {"batch": 8, "rate": 1.0}
@@ -215,28 +212,6 @@ def column(values: list[float | None]) -> list[float | None]:
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-class MatchedTopK(TopK):
-    """Top-k that holds the density of the update by adapting how many coordinates each worker selects: how much the
-    workers' selections overlap varies. Otherwise methods would be compared at different densities."""
-
-    saved = ("_residual", "_largest")
-
-    def __init__(self, **settings) -> None:
-        super().__init__(**settings)
-        self._largest = self.target  # how many each worker selects
-
-    def select(self, accumulated: Tensor) -> list[Tensor]:
-        return list(largest(accumulated, self._largest))
-
-    def learn(self, counts: list[int]) -> None:
-        now, later = (self.density_at(self.iteration + ahead) for ahead in (0, 1))
-        wanted = (now / max(self.stats.density, 1 / self.dim)) ** FOLLOWING
-        self._largest = min(max(1, round(self._largest * wanted * (later / now))), self.dim)
-
-
-SPARSIFIERS[MATCHED] = MatchedTopK
 
 
 def sparsified(run_overrides: list[str], method: str, density: float | None = TRAINED_DENSITY) -> list[str]:

@@ -103,11 +103,11 @@ def _train_first(runs: Sequence[TrainingRun]) -> list[list[dict]]:
     composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
     device, group = pick_device(composed[0].config.device), WorkerGroup(composed[0].config.workers)
     members = first_members(composed, group, device)
-    trainer = Trainer(members)
+    trainer = Trainer(members, saved=False)
     for member, metrics in evaluated(trainer.going()):
         member.log = _Epochs(metrics, member.sizes)
     with contextlib.suppress(DivergedError):
-        trainer.fit(save=False)
+        trainer.fit()
     return [member.log.epochs for member in members]
 
 

@@ -32,6 +32,7 @@ from experiments.training.config import Run
 from experiments.training.evaluation import plainly
 from experiments.training.gradients import gradient_function, summed, together, written_at_once
 from experiments.training.member import Member, evaluated
+from experiments.training.on_device import OnDevice, supported
 from experiments.training.optimisers import Optimiser
 from experiments.training.parts import (
     MOST_STEPS_PER_BLOCK,
@@ -54,12 +55,13 @@ class Trainer:
     is the replicas. On several processes runs train alone.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], saved: bool = True) -> None:
+        """saved: whether there may be checkpoints. Without them, sparsifiers may stay on the device."""
         # those whose sorters look at gradients come first
         self.members = sorted(members, key=lambda member: not member.sorter.needs_gradients)
         first = self.members[0]
         self.config, self.group, self.device, self.flat = first.config, first.group, first.device, first.flat
-        self.replicas, self.sparse = len(members), first.sparse_mean is not None
+        self.replicas, self.sparse, self._saves = len(members), first.sparse_mean is not None, saved
         for member in self.members:
             member.unit_gradients = first.unit_gradients
         self.task, offsets = joined([member.task for member in self.members])
@@ -78,7 +80,6 @@ class Trainer:
         self.replay = Replay(self.loop, self.config.workers, self.replicas, self.config.task.herding_replays)
         self.epochs_done, self.position, self.clock = 0, 0, Clock()  # position: units visited in the current epoch
         self._agreement: Agreement | None = None  # nobody is asked before `fit`
-        self._saves = True
         self._warm_up()
 
     def _gradients(self) -> Compiled:
@@ -100,17 +101,27 @@ class Trainer:
         tasks = [member.config.task for member in self.members]
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
-        sparse = SparseMeans([member.sparse_mean for member in self.members]) if self.sparse else None
+        captured = compiled and self._can_capture()
+        sparse = self._sparse_means(captured) if self.sparse else None
         plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
         first_carry = [stacked(part) for part in carries]
         parts = (self.task, self.gradients, optimiser, parameters, first_carry, sparse or plain)
-        if not (compiled and self.device.type == "cuda" and group.world_size == 1):
+        if not captured:
             return Steps(*parts, self.members[0].sorter.observe_shard if self.shards else None)
         observe = partial(self._observe, unseen=True)
         kept = {"kept_steps": max(2, self.block_steps), "observe": observe} if self.per_unit else {}
         # captured steps fetch their own data: here a block is what runs between two checks of the losses
         self.block_steps = min(MOST_STEPS_PER_BLOCK, 32 * self.block_steps)
         return CapturedSteps(*parts, block_steps=self.block_steps, **kept)
+
+    def _can_capture(self) -> bool:
+        return self.device.type == "cuda" and self.group.world_size == 1
+
+    def _sparse_means(self, captured: bool) -> SparseMeans | OnDevice:
+        averagers = [member.sparse_mean for member in self.members]
+        if captured and not self._saves and supported(averagers, DTYPES[self.config.task.dtype]):
+            return OnDevice(averagers, self.device)
+        return SparseMeans(averagers)
 
     @torch.no_grad()
     def _warm_up(self) -> None:
@@ -168,15 +179,14 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, watch: Watch | None = None, stop: Callable[[], int] = lambda: 0, save: bool = True) -> None:
+    def fit(self, watch: Watch | None = None, stop: Callable[[], int] = lambda: 0) -> None:
         """Train the remaining epochs; write metrics and a checkpoint after each, and checkpoints in between.
 
-        save: whether checkpoints are written.
         stop: returns the number of a signal, or 0; asked about twice a second. If any rank has received a signal, all
         of them save and raise `Stopped` after the same step, or amid an evaluation. A run that cannot continue ends
         alone; its error is raised when no other run is left.
         """
-        self._agreement, self._saves = Agreement(stop, self.group), save
+        self._agreement = Agreement(stop, self.group)
         with torch.no_grad(), products(self.replicas, self.device, self.config.task.gradients):
             while self.epochs_done < self.config.epochs:
                 self._epoch(watch)
@@ -195,6 +205,8 @@ class Trainer:
         orders = [member.order(self.epochs_done) for member in self.members]
         clock.lap("ordering")
         self.train_epoch(stacked(orders), clock, watch)
+        if self.sparse:
+            self.loop.averager.collect()
         for member, _ in self.going():
             member.order_ahead(self.epochs_done)
         clock.lap("ordering")

@@ -20,6 +20,7 @@ from cdgrab.sparsify import SparseAverager
 from experiments.tasks.base import Task
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled, captured
+from experiments.training.on_device import OnDevice
 from experiments.training.optimisers import Optimiser
 from experiments.training.signals import Agreement
 
@@ -34,7 +35,7 @@ class Steps:
         optimiser: Optimiser,
         parameters: Tensor,
         first_carry: Sequence[Tensor],
-        averager: Averager | SparseMeans | None = None,
+        averager: Averager | SparseMeans | OnDevice | None = None,
         observe_shard: Callable[[Tensor], None] | None = None,
     ) -> None:
         """parameters [dim] or [replicas, dim].
@@ -143,7 +144,7 @@ class CapturedSteps(Steps):
         microbatch = visits.shape[-1]
         kind = microbatch, self.sums is None  # a graph that sums is another one
         if kind not in self._captured:
-            changed = [*self._state(), *(self.sums.tensors() if self.sums else ())]
+            changed = [*self._state(), *(self.sums.tensors() if self.sums else ()), *self._sparse_tensors()]
             before = [tensor.clone() for tensor in changed]
             self._captured[kind] = _Block(self, visits[..., 0, :])
             _overwrite(changed, before)
@@ -163,6 +164,9 @@ class CapturedSteps(Steps):
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
 
+    def _sparse_tensors(self) -> list[Tensor]:
+        return self.averager.tensors() if isinstance(self.averager, OnDevice) else []
+
 
 class _Block:
     """One step and the buffers it reads and writes."""
@@ -180,15 +184,16 @@ class _Block:
             some = steps.gradients(steps.parameters, *steps.carry, *batch)[0]  # [..., workers, microbatch, dim]
             self.kept = torch.empty(steps.kept_steps, *some.shape, dtype=dtype, device=device)
             self._wide = _widest(self.kept)
-        if steps.averager:  # it runs in Python, between the two halves of a step
+        self._in_halves = steps.averager is not None and not isinstance(steps.averager, OnDevice)
+        if self._in_halves:  # the averager runs in Python, between the two halves of a step
             self._means = torch.empty(*workers, dim, dtype=dtype, device=device)
             self._mean = torch.zeros_like(steps.parameters)
             self._halves = captured(self._first_half, device), captured(lambda: self._update(self._mean), device)
         else:
-            self._whole = captured(lambda: self._update(self._gradients()), device)
+            self._whole = captured(lambda: self._update(self._averaged()), device)
 
     def replay(self) -> None:
-        if not self._steps.averager:
+        if not self._in_halves:
             return self._whole()
         first_half, second_half = self._halves
         first_half()
@@ -197,6 +202,10 @@ class _Block:
 
     def _first_half(self) -> None:
         self._means.copy_(self._gradients())
+
+    def _averaged(self) -> Tensor:
+        averager, found = self._steps.averager, self._gradients()
+        return averager.average(found)[0] if averager else found
 
     def _gradients(self) -> Tensor:
         """Returns the mean [..., dim], or the workers' means [..., workers, dim] for a sparsifier."""
@@ -258,6 +267,9 @@ class SparseMeans:
         """The updates [..., dim] from the workers' mean gradients [..., local workers, dim]. There is no shard."""
         each = zip(self._averagers, unstacked(worker_means, len(self._averagers)), strict=True)
         return stacked([self._update(averager, means) for averager, means in each]), None
+
+    def collect(self) -> None:
+        """Each run's averager has its own statistics already."""
 
     def _update(self, averager: SparseAverager, worker_means: Tensor) -> Tensor:
         try:

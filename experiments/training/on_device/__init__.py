@@ -1,0 +1,88 @@
+"""Sparsifiers of runs that train together, without a question to the device: a step can be captured as a CUDA graph.
+
+On a GPU the sparsifiers of `cdgrab.sparsify` wait for it several times in a step, which is right where every worker has
+its own; a study that hosts all workers of many small runs would do nothing but wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cdgrab.sparsify import SparseAverager
+from cdgrab.sparsify.compressor import Compressor
+from cdgrab.sparsify.deft import DEFT
+from cdgrab.sparsify.exdyna import ExDyna, MiCRO
+from cdgrab.sparsify.peers import HalfPrecision
+from cdgrab.sparsify.simple import TopK
+from experiments.training.on_device.base import Kind
+from experiments.training.on_device.exdyna import ExDynas
+from experiments.training.on_device.peers import Defts, Halves, TopKs
+
+KINDS: dict[type[Compressor], type[Kind]] = {
+    ExDyna: ExDynas,
+    MiCRO: ExDynas,
+    TopK: TopKs,
+    DEFT: Defts,
+    HalfPrecision: Halves,
+}
+MAY_DIFFER = ("error_feedback", "momentum_correction", "warm_up_steps", "warm_up_density")
+
+
+def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and all(_supported(each.sparsifier) for each in averagers)
+
+
+def _supported(sparsifier: Compressor) -> bool:
+    kind = KINDS.get(type(sparsifier))
+    return kind is not None and (kind is not ExDynas or ExDynas.supports(sparsifier))
+
+
+class OnDevice:
+    """Averages like `experiments.training.steps.SparseMeans`; `collect` hands the statistics to the runs' averagers.
+    What else the runs' own sparsifiers know stays what it is: such runs cannot be saved."""
+
+    def __init__(self, averagers: Sequence[SparseAverager], device: torch.device) -> None:
+        self._averagers = averagers
+        together: dict[str, list[int]] = {}
+        for number, averager in enumerate(averagers):
+            together.setdefault(_likeness(averager.sparsifier), []).append(number)
+        self._rows = [torch.tensor(rows, device=device) for rows in together.values()]
+        self._kinds = [
+            KINDS[type(averagers[rows[0]].sparsifier)]([averagers[row].sparsifier for row in rows], device)
+            for rows in together.values()
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step changes, in place."""
+        return [tensor for kind in self._kinds for tensor in kind.tensors()]
+
+    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+        """The updates [..., dim] from the workers' mean gradients [..., workers, dim]. There is no shard."""
+        means = worker_means.view(-1, *worker_means.shape[-2:])
+        if len(self._kinds) == 1:
+            return self._kinds[0].average(means).view(*worker_means.shape[:-2], -1), None
+        updates = means.new_empty(len(means), means.shape[-1])
+        for rows, kind in zip(self._rows, self._kinds, strict=True):
+            updates.index_copy_(0, rows, kind.average(means.index_select(0, rows)))
+        return updates.view(*worker_means.shape[:-2], -1), None
+
+    def collect(self) -> None:
+        """Waits for the device."""
+        for rows, kind in zip(self._rows, self._kinds, strict=True):
+            steps, sums = int(kind.iteration), kind.sums.tolist()
+            for row, its in zip(rows.tolist(), sums, strict=True):
+                self._averagers[row].add(steps, its)
+            kind.sums.zero_()
+
+
+def _likeness(sparsifier: Compressor) -> str:
+    """Of those that are computed together. Top-k without a warm-up has one number of coordinates for all."""
+    settings = {name: getattr(sparsifier, name, None) for name in sparsifier.options if name not in MAY_DIFFER}
+    if type(sparsifier) is TopK:
+        settings["k"] = sparsifier.density if sparsifier.warm_up_steps == 0 else None
+    if isinstance(sparsifier, ExDyna):
+        settings["rule"], settings["blocks"] = sparsifier.rule, sparsifier.blocks
+    return f"{type(sparsifier).__name__} {settings}"

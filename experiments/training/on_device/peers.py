@@ -1,0 +1,111 @@
+"""Top-k, DEFT and fp16 of several runs together. See `cdgrab.sparsify` for what they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cdgrab.runtime.mean import tree_sum
+from cdgrab.sparsify.compressor import rounded, summed_bytes
+from cdgrab.sparsify.deft import DEFT
+from cdgrab.sparsify.peers import HalfPrecision
+from cdgrab.sparsify.simple import TopK
+from experiments.training.on_device.base import Kind, Selection
+from experiments.training.on_device.ranking import Ranking
+
+
+class TopKs(Kind):
+    def __init__(self, sparsifiers: Sequence[TopK], device: torch.device) -> None:
+        super().__init__(sparsifiers, device)
+        self._k = None if self._last else sparsifiers[0].target  # of all runs, if it stays what it is
+
+    def select(self, accumulated: Tensor) -> Selection:
+        if self._k is None:
+            taken = largest_of_each(accumulated, self.targets)
+        else:
+            taken = torch.zeros_like(accumulated, dtype=torch.bool)
+            taken.scatter_(2, accumulated.abs().topk(self._k, sorted=False).indices, True)
+        return Selection(taken.any(1), self.targets[:, None].expand(-1, self.workers))
+
+
+def largest_of_each(accumulated: Tensor, most: Tensor) -> Tensor:
+    """Which of every worker's values [runs, workers, dim] are among its largest; most [runs]: as many."""
+    runs, workers, dim = accumulated.shape
+    rows = torch.arange(runs * workers, device=accumulated.device)
+    groups = rows.view(runs, workers, 1).expand_as(accumulated)
+    return Ranking(groups, accumulated.abs(), dim * rows).ranks() < most[:, None, None]
+
+
+class Defts(Kind):
+    def __init__(self, sparsifiers: Sequence[DEFT], device: torch.device) -> None:
+        super().__init__(sparsifiers, device)
+        self._pieces = sparsifiers[0].pieces
+        self._sizes = torch.tensor([end - start for start, end in self._pieces], device=device)
+        self._piece = torch.repeat_interleave(torch.arange(len(self._pieces), device=device), self._sizes)  # [dim]
+        runs = torch.arange(self.runs, device=device)[:, None]
+        self._groups = self._piece + len(self._pieces) * runs  # pieces of all runs are numbered one after the other
+        starts = torch.tensor([start for start, _ in self._pieces], device=device)
+        self._starts = (starts + self.dim * runs).flatten()
+        self._norms_bytes = math.ceil((self.workers - 1) * 8 * len(self._pieces) / self.workers)
+
+    def select(self, accumulated: Tensor) -> Selection:
+        leader = accumulated.index_select(1, (self.iteration % self.workers).view(1))[:, 0]
+        norms = [leader[:, start:end].norm(dim=1, dtype=torch.float64) for start, end in self._pieces]
+        counts = allotted(self.targets, torch.stack(norms, dim=1), self._sizes)
+        costs = self._sizes * counts.clamp(min=2).double().log2() * (counts > 0)
+        owners = dealt(costs, self.workers)
+        magnitudes = accumulated.gather(1, owners[:, None, self._piece])[:, 0].abs()
+        union = Ranking(self._groups, magnitudes, self._starts).ranks() < counts[:, self._piece]
+        by_worker = counts.new_zeros(self.runs, self.workers).scatter_add_(1, owners, counts)
+        return Selection(union, by_worker, self._norms_bytes)
+
+
+def allotted(totals: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    """As `cdgrab.sparsify.deft.allot`, for each run: totals [runs], weights [runs, pieces], sizes [pieces]."""
+    exact, full = torch.zeros_like(weights), torch.zeros_like(weights, dtype=torch.bool)
+    for _ in sizes:  # in each round at least one more is full, or nothing changes any more
+        left = totals - (sizes * full).sum(1)
+        open_weights = weights.masked_fill(full, 0)
+        by_size = ~open_weights.any(1, keepdim=True)
+        open_weights = torch.where(by_size, sizes.double().masked_fill(full, 0), open_weights)
+        tiny = torch.finfo(torch.float64).tiny
+        parts = open_weights / open_weights.sum(1, keepdim=True).clamp(min=tiny)
+        exact = torch.where(full, sizes.double(), left[:, None] * parts)
+        full = full | (exact >= sizes)
+    whole = exact.floor()
+    order = (whole - exact).argsort(dim=1, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(len(sizes), device=order.device).expand_as(order))
+    whole = whole.long()
+    return whole + (ranks < (totals - whole.sum(1))[:, None])
+
+
+def dealt(costs: Tensor, workers: int) -> Tensor:
+    """As `cdgrab.sparsify.deft.deal`, for each run: the owners [runs, pieces] of pieces with these costs."""
+    order, burden = (-costs).argsort(dim=1, stable=True), costs.new_zeros(len(costs), workers)
+    owners = torch.zeros_like(order)
+    for piece in order.split(1, dim=1):
+        owner = burden.argmin(1, keepdim=True)
+        owners.scatter_(1, piece, owner)
+        burden.scatter_add_(1, owner, costs.gather(1, piece))
+    return owners
+
+
+class Halves(Kind):
+    """fp16"""
+
+    def __init__(self, compressors: Sequence[HalfPrecision], device: torch.device) -> None:
+        self.runs, self.workers, self.dim = len(compressors), compressors[0].workers, compressors[0].dim
+        self.iteration = torch.zeros((), dtype=torch.long, device=device)
+        self.sums = torch.zeros(self.runs, 4, dtype=torch.float64, device=device)
+
+    def average(self, gradients: Tensor) -> Tensor:
+        half, own = torch.float16, gradients.dtype
+        mean = tree_sum(rounded(gradients, half).to(own).movedim(1, 0)) / self.workers
+        sent = self.workers - 1 + summed_bytes(self.workers, half.itemsize * self.dim)
+        self._add(density=1.0, imbalance=0.0, threshold=None, bytes=sent)
+        self.iteration += 1
+        finite = gradients.abs().amax((1, 2)).isfinite()
+        return rounded(mean, half).to(own).masked_fill(~finite[:, None], torch.nan)

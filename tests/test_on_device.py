@@ -1,0 +1,168 @@
+"""Sparsifiers of several runs together, with nothing asked of the device: the same as each of them by itself."""
+
+import pytest
+import torch
+
+from cdgrab.sparsify import SparseAverager, make_sparsifier
+from experiments.studies.training import TrainingRun, train
+from experiments.training.loop import Trainer
+from experiments.training.on_device import OnDevice, supported
+from experiments.training.on_device.exdyna import balanced, rebalanced
+from experiments.training.on_device.peers import allotted, dealt
+from experiments.training.on_device.ranking import Ranking
+
+STEPS, DIM = 40, 900
+WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
+METHODS = {
+    "exdyna": {},
+    "exdyna, corrected": {"momentum_correction": 0.9},
+    "exdyna, warm-up": WARM,
+    "exdyna, no feedback": {"error_feedback": False},
+    "exdyna, dense": {"density": 0.3},
+    "exdyna, few": {"density": 0.002},
+    "exdyna, paper": {"rule": "paper", "threshold": "paper", "blocks": 90},
+    "exdyna, paper's threshold": {"threshold": "paper", "density": 0.1},
+    "exdyna, static": {"rule": "static"},
+    "micro": {},
+    "topk": {},
+    "topk, corrected": {"momentum_correction": 0.9},
+    "topk, warm-up": WARM | {"momentum_correction": 0.9},
+    "topk_matched": {},
+    "topk_matched, warm-up": WARM | {"momentum_correction": 0.9},
+    "deft": {"layers": [500, 30, 300, 70]},
+    "deft, warm-up": {"layers": [500, 30, 300, 70]} | WARM,
+    "fp16": {},
+}
+
+
+def averagers(methods, workers, dim=DIM):
+    return [
+        SparseAverager(make_sparsifier(method.split(",")[0], workers=workers, dim=dim, **{"density": 0.02} | options))
+        for method, options in methods.items()
+    ]
+
+
+def gradients(runs, workers, dim=DIM, steps=STEPS):
+    """Of very different sizes along the vector; smaller and smaller, with a jump."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.logspace(1, -3, dim)[torch.randperm(dim, generator=generator)]
+    for step in range(steps):
+        scale = 0.97**step * (5 if step > steps // 2 else 1)
+        yield scale * sizes * torch.randn(runs, workers, dim, generator=generator)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_updates_and_statistics_are_those_of_each_run_by_itself(workers):
+    alone, together = averagers(METHODS, workers), averagers(METHODS, workers)
+    assert supported(together, torch.float32) and not supported(together, torch.float64)
+    on_device = OnDevice(together, torch.device("cpu"))
+    for step, means in enumerate(gradients(len(METHODS), workers)):
+        found, _ = on_device.average(means)
+        for name, averager, its, mine in zip(METHODS, alone, means, found, strict=True):
+            torch.testing.assert_close(mine, averager.average(its)[0], rtol=1e-6, atol=0, msg=f"{name}, step {step}")
+        if step == STEPS // 2:
+            on_device.collect()
+    on_device.collect()
+    for name, one, other in zip(METHODS, alone, together, strict=True):
+        assert other.epoch_means() == pytest.approx(one.epoch_means(), rel=1e-6), name
+
+
+def test_samples_are_counted_where_many_coordinates_are_wanted():
+    methods, dim = {"exdyna": {"density": 0.4}, "micro": {"density": 0.5}, "exdyna, warm-up": WARM}, 50_000
+    alone, together = averagers(methods, 4, dim), averagers(methods, 4, dim)
+    on_device = OnDevice(together, torch.device("cpu"))
+    for means in gradients(len(methods), 4, dim, steps=6):
+        expected = torch.stack([averager.average(its)[0] for averager, its in zip(alone, means, strict=True)])
+        torch.testing.assert_close(on_device.average(means)[0], expected, rtol=1e-6, atol=0)
+
+
+def test_one_run_whose_gradients_are_not_finite_ends_alone():
+    methods = {"exdyna": {}, "exdyna, few": {"density": 0.002}, "topk": {}, "fp16": {}}
+    on_device = OnDevice(averagers(methods, 2), torch.device("cpu"))
+    for means in gradients(len(methods), 2, steps=3):
+        means[1, 0, 5] = torch.inf
+        assert on_device.average(means)[0].isnan().all(1).tolist() == [False, True, False, False]
+
+
+def test_what_is_not_known_here_is_not_supported():
+    methods = {
+        "exdyna, proportional": {"threshold": "proportional"},
+        "exdyna, relative": {"rule": "relative"},
+        "powersgd": {},
+        "cltk": {},
+    }
+    assert not any(supported([averager], torch.float32) for averager in averagers(methods, 2))
+
+
+def test_all_that_a_step_changes_is_changed_in_place():
+    """Else a captured step would go on from where it was captured."""
+    on_device = OnDevice(averagers(METHODS, 3), torch.device("cpu"))
+    first, second, *_ = gradients(len(METHODS), 3)
+    before = [(tensor, tensor.clone()) for tensor in on_device.tensors()]
+    on_device.average(first)
+    expected = on_device.average(second)[0]
+    for tensor, value in before:
+        tensor.copy_(value)
+    on_device.average(first)
+    assert torch.equal(on_device.average(second)[0], expected)
+    assert [id(tensor) for tensor, _ in before] == [id(tensor) for tensor in on_device.tensors()]
+
+
+def test_runs_that_train_together_have_the_metrics_of_their_own_sparsifiers(monkeypatch):
+    """Steps as they are captured on a GPU, without one; the last step of an epoch is a smaller one."""
+    common = ["task=cifar10", "sorter=d_rr", "data=embedded", "workers=2", "epochs=2", "device=cpu"]
+    common += ["task.dtype=float32", "task.batch=8", "task.limit=52"]
+    methods = ["exdyna momentum_correction=0.5", "exdyna", "topk", "deft", "micro warm_up_steps=7"]
+    methods += ["exdyna rule=paper threshold=paper"]
+    runs = [_training(common, f"{method} density=0.05") for method in methods] + [_training(common, "fp16")]
+    expected, made = train(runs), []
+    monkeypatch.setattr(Trainer, "_can_capture", lambda trainer: made.append(trainer) or True)
+    for found, alone in zip(train(runs), expected, strict=True):
+        for line, its in zip(found, alone, strict=True):
+            same = [key for key in its if key.startswith(("train_", "test_"))]
+            assert [line[key] for key in same] == pytest.approx([its[key] for key in same], rel=1e-4)
+            assert line.get("sparsifier", {}) == pytest.approx(its.get("sparsifier", {}), rel=1e-3)
+    assert isinstance(made[0].loop.averager, OnDevice) and len(made) == 1
+
+
+def _training(common, method):
+    name, *options = method.split()
+    options = [f"sparsifier.{option}" for option in options]
+    return TrainingRun((*common, "task.momentum=0", f"sparsifier={name}", *options), 0, lambda epochs: epochs)
+
+
+def test_ranks_and_counts_are_those_of_sorting_each_group():
+    groups = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]])
+    magnitudes = torch.tensor([[0.5, 2.0, 0.0, 3e38, 1e-38], [7.0, 1.0, 4.0, 2.0, 3.0]])
+    ranking = Ranking(groups, magnitudes, torch.tensor([0, 2, 5, 6]))
+    assert ranking.ranks().tolist() == [[1, 0, 2, 0, 1], [0, 3, 0, 2, 1]]
+    assert ranking.reaching(torch.tensor([0, 1, 2, 3]), torch.tensor([0.5, 1.0, 8.0, 2.0])).tolist() == [2, 1, 0, 3]
+
+
+def test_partitions_and_shares_are_those_of_the_library():
+    from cdgrab.sparsify import deft, partitions
+
+    generator = torch.Generator().manual_seed(0)
+    loads = torch.randint(0, 9, (200, 24), generator=generator) * (torch.rand(200, 24, generator=generator) < 0.3)
+    loads[:, 3] += 1
+    for workers in (1, 2, 5, 24):
+        expected = [partitions.balanced(row, workers) for row in loads.double().tolist()]
+        assert balanced(loads.double(), workers).tolist() == expected
+    lengths, by_partition = torch.randint(1, 12, (200, 6), generator=generator), loads[:, :6] ** 2
+    for row, own, moved in zip(lengths, by_partition, rebalanced_each(lengths, by_partition), strict=True):
+        assert moved == partitions.rebalance(row.tolist(), own.tolist(), "paper")
+    sizes, weights = torch.tensor([5, 50, 1, 20]), torch.rand(200, 4, generator=generator).double() ** 6
+    weights[:3] = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 3, 0]])
+    totals = torch.randint(1, 77, (200,), generator=generator)
+    counts = allotted(totals, weights, sizes)
+    expected = [deft.allot(int(t), w.numpy(), sizes.numpy()).tolist() for t, w in zip(totals, weights, strict=True)]
+    assert counts.tolist() == expected
+    costs = (counts % 7).double()
+    assert dealt(costs, 3).tolist() == [deft.deal(row.numpy(), 3) for row in costs]
+
+
+def rebalanced_each(lengths, loads):
+    """Runs whose numbers of blocks differ, one by one."""
+    return [
+        rebalanced(row[None], own[None], int(row.sum()))[0].tolist() for row, own in zip(lengths, loads, strict=True)
+    ]
