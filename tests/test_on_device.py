@@ -16,6 +16,7 @@ WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
 METHODS = {
     "exdyna": {},
     "exdyna, corrected": {"momentum_correction": 0.9},
+    "exdyna, not masked": {"momentum_correction": 0.9, "momentum_masking": False},
     "exdyna, warm-up": WARM,
     "exdyna, no feedback": {"error_feedback": False},
     "exdyna, dense": {"density": 0.3},

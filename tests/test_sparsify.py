@@ -58,11 +58,13 @@ def test_updates_and_residuals_add_up_to_the_gradients(variant, seed, workers, d
     st.sampled_from([1, 2, 8]),
     st.sampled_from([0.5, 0.75]),
     st.integers(0, 5),
+    st.booleans(),
 )
-def test_momentum_is_kept_by_workers_until_it_is_sent(variant, seed, workers, factor, warm_up):
-    """Whatever is selected: the recursion of Deep Gradient Compression, exactly, on whole numbers."""
+def test_momentum_is_kept_by_workers_until_it_is_sent(variant, seed, workers, factor, warm_up, masking):
+    """Whatever is selected: the recursion of Deep Gradient Compression, exactly, on whole numbers. Not masked, momentum
+    goes on where it was sent."""
     name, options = variant
-    options = options | {"momentum_correction": factor, "warm_up_steps": warm_up}
+    options = options | {"momentum_correction": factor, "warm_up_steps": warm_up, "momentum_masking": masking}
     found = make_sparsifier(name, workers=workers, dim=20, density=0.1, **options)
     momentum = owed = np.zeros((workers, 20))
     for gradients in np.random.default_rng(seed).integers(-9, 10, size=(6, workers, 20)) * 1.0:
@@ -70,9 +72,21 @@ def test_momentum_is_kept_by_workers_until_it_is_sent(variant, seed, workers, fa
         owed = owed + momentum
         update, union = found.reduce(torch.from_numpy(gradients)), sorted(set().union(*as_sets(found.selected)))
         assert np.array_equal(update.numpy()[union], owed[:, union].mean(0)) and update.count_nonzero() <= len(union)
-        momentum[:, union] = owed[:, union] = 0
+        owed[:, union] = 0
+        momentum[:, union] *= not masking
         state = found.state_dict()["per_worker"]
         assert np.array_equal(state["_residual"], owed) and np.array_equal(state["_momentum"], momentum)
+
+
+def test_with_everything_sent_momentum_that_is_not_masked_is_the_optimisers():
+    found = make_sparsifier("topk", workers=2, dim=6, density=1.0, momentum_correction=0.9, momentum_masking=False)
+    weights = torch.nn.Parameter(torch.zeros(6))
+    optimiser, ours = torch.optim.SGD([weights], lr=1.0, momentum=0.9), torch.zeros(6)
+    for gradients in torch.randn(5, 2, 6):
+        weights.grad = gradients.mean(0)
+        optimiser.step()
+        ours -= found.reduce(gradients)
+    torch.testing.assert_close(ours, weights.detach())
 
 
 @given(st.floats(1e-4, 1), st.floats(0, 1), st.integers(1, 50))

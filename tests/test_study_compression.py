@@ -9,7 +9,7 @@ import pytest
 from cdgrab.errors import CdgrabError
 from experiments.store import files
 from experiments.studies import base, compression_figures
-from experiments.studies.compression import BOTH, CORRECTED, cells, run_of, runs, verdicts, with_bytes
+from experiments.studies.compression import BOTH, CORRECTED, UNMASKED, cells, run_of, runs, verdicts, with_bytes
 from experiments.training.config import compose
 
 SMOKE = ["study=compression", "size=smoke", "data=embedded"]
@@ -78,8 +78,8 @@ def test_what_momentum_does_is_told_from_what_sparsification_does(study):
         found = {v.claim: v for v in verdicts(made_up(settings, **losses), settings)}
         return found, [v.answer for claim, v in found.items() if "stale residuals" in claim]
 
-    found, answers = judged(**{"exdyna": 1.4, CORRECTED: 1.05, "exdyna,momentum=0": 1.3, BOTH: 1.0})
-    assert answers == ["holds", "fails"]  # correction leaves an eighth; without momentum three quarters are left
+    found, answers = judged(**{"exdyna": 1.4, CORRECTED: 1.05, UNMASKED: 1.4, "exdyna,momentum=0": 1.3, BOTH: 1.0})
+    assert answers == ["holds", "fails", "fails"]  # an eighth is left, all of it, three quarters
     where = "LeNet-CIFAR-10, 8 workers"
     assert found[f"{where}: dense training has learnt, last loss / first"].answer == "holds"
     assert found[f"{where}, density 0.01: train loss with ExDyna / dense"].answer == "fails"
@@ -87,7 +87,7 @@ def test_what_momentum_does_is_told_from_what_sparsification_does(study):
     assert both.answer == "holds" and both.p < 1e-4 and both.seeds == 5
     assert found[f"{where}, density 0.01: four fifths of CD-GraB's gain are left with ExDyna"].answer == "holds"
     _, answers = judged()
-    assert answers == ["undecided", "undecided"]  # nothing is lost: there is nothing to explain
+    assert answers == ["undecided"] * 3  # nothing is lost: there is nothing to explain
 
 
 def test_a_run_that_diverged_decides_nothing(study):

@@ -48,9 +48,10 @@ def make_sparsifier(
     """A sparsifier by name. Without a `group` (see `cdgrab.runtime.group`) this process hosts all workers.
 
     Options: `error_feedback` (true | false) for all but dense and fp16; `momentum_correction` (0 is off; 0.9 is usual),
-    `warm_up_steps` (0 is off) and `warm_up_density` for all with a density; `value` for hard_threshold; `layers` for
-    deft; `threshold` (counted | proportional | paper | fixed) for micro and exdyna; `rule` (balanced | paper | relative
-    | static), `blocks` and `faithful` (to the published code) for exdyna; `rank` and `shapes` for powersgd.
+    `momentum_masking` (true | false), `warm_up_steps` (0 is off) and `warm_up_density` for all with a density; `value`
+    for hard_threshold; `layers` for deft; `threshold` (counted | proportional | paper | fixed) for micro and exdyna;
+    `rule` (balanced | paper | relative | static), `blocks` and `faithful` (to the published code) for exdyna; `rank`
+    and `shapes` for powersgd.
     """
     refuse_unknown_options("sparsifier", name, options, sparsifier_options(name))
     return SPARSIFIERS[name](workers=workers, dim=dim, density=density, group=group, **options)

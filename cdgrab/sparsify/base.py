@@ -98,7 +98,7 @@ class Sparsifier(Compressor):
             accumulated.index_fill_(1, union, 0)
             if sent is not average:  # what 16 bits cannot hold is sent later
                 accumulated.index_add_(1, union, (average - sent).expand(len(accumulated), -1))
-        if self.momentum_correction:
+        if self.momentum_correction and self.momentum_masking:
             self._momentum.index_fill_(1, union, 0)
         counts = [len(indices) for indices in selected]
         value_bytes = self.summed_bytes(len(union) * sums.element_size())

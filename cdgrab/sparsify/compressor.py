@@ -2,7 +2,7 @@
 
 Every worker adds its gradient to what it has not sent yet (error feedback). With momentum correction, as in Deep
 Gradient Compression (Lin et al. 2018, arXiv 1712.01887), it adds its own momentum instead, so that no optimiser has to
-apply momentum to values that come late.
+apply momentum to values that come late. With momentum masking, as there, the momentum of what is sent starts anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.state import Values, WorkerState
 
 Parts = Sequence[tuple[slice, Tensor]]  # pieces of gradients, each with its place in the whole
-UNSAID = {"momentum_correction": 0.0, "warm_up_steps": 0, "warm_up_density": 0.25}  # options that came later: off
+# options that came later, and the values that change nothing
+UNSAID = {"momentum_correction": 0.0, "momentum_masking": True, "warm_up_steps": 0, "warm_up_density": 0.25}
 
 
 class Stats(dict):
@@ -61,6 +62,7 @@ class Compressor(WorkerState):
         density: float = 0.01,
         error_feedback: bool = True,
         momentum_correction: float = 0.0,
+        momentum_masking: bool = True,
         group: WorkerGroup | None = None,
     ) -> None:
         self._join(workers, group)
@@ -68,6 +70,8 @@ class Compressor(WorkerState):
         one_of("error_feedback", error_feedback, (True, False))
         self.density, self.error_feedback = number("density", density, above=0, at_most=1), error_feedback
         self.momentum_correction = number("momentum_correction", momentum_correction, at_least=0, below=1)
+        one_of("momentum_masking", momentum_masking, (True, False))
+        self.momentum_masking = momentum_masking
         if self.momentum_correction and not error_feedback:
             raise CdgrabError("momentum_correction needs error_feedback=true: momentum that is not sent must wait")
         self.stats = Stats()

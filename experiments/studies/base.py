@@ -43,6 +43,7 @@ from experiments.training.composition import compose_config
 from experiments.training.config import flatten
 
 Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
+ADDED_TO = ("sorters", "references", "sparse")  # settings: lists of what is trained with
 NOT_SETTINGS = ("title", "question", "sizes", "only")  # of a yaml: words, how sizes differ, cells to carry out now
 
 
@@ -132,7 +133,8 @@ class Study:
 
     def caption(self) -> str:
         """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
-        data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in self.data.items())
+        used = ((task, source) for task, source in self.data.items() if task in self._used_tasks())
+        data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in used)
         seconds, manifest = sum(line["seconds"] for line in self.lines()), self.manifest()
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         return (
@@ -140,6 +142,13 @@ class Study:
             f"{plural(self.seeds, 'seed')} · {seconds:.0f} s · "
             f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
         )
+
+    def _used_tasks(self) -> set[str]:
+        """Those of the cells that were carried out; without cells all of them."""
+        settings = self.settings
+        if "cells" not in settings or "models" not in settings:
+            return set(self.data)
+        return {settings.models[own.get("model") or own.base].task for own in settings.cells.values()}
 
     def _extent(self, task: str) -> str:
         """(7,680 units, 30 epochs, 8 workers): as far as it is the same for all runs of the task."""
@@ -231,16 +240,16 @@ def _source(task: str, data: str) -> dict:
 
 
 def _differs(key: str, before: object, now: object) -> bool:
-    """Sorters and seeds may be added: every part has one, and the parts of the others stay what they are. Cells may be
-    left out besides, and chosen rates differ, by which parts are named: results of others are kept for later. How many
-    runs train together changes none of them."""
+    """Sorters, methods and seeds may be added: every part has one, and the parts of the others stay what they are.
+    Cells may be left out besides, and chosen rates differ, by which parts are named: results of others are kept for
+    later. How many runs train together changes none of them."""
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     if key == "cells":
         return any(before[name] != now[name] for name in before.keys() & now.keys())
     if key in ("chosen", "replicas"):
         return False
-    return not set(before) <= set(now) if key == "sorters" else before != now
+    return not set(before) <= set(now) if key in ADDED_TO else before != now
 
 
 def _settings(config: DictConfig) -> DictConfig:

@@ -27,6 +27,7 @@ from experiments.training.config import flatten
 
 CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
 BOTH = "exdyna,momentum_correction=0.9,warm_up=true"
+UNMASKED = "exdyna,momentum_correction=0.9,momentum_masking=false"
 CALM = ",momentum=0"  # a method without any momentum
 OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
 NEAR = 1.05  # times the dense loss
@@ -167,10 +168,10 @@ def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> I
 
 def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iterator[Verdict]:
     where, there = cell_label(settings, losses.cell), set(settings.sparse)
-    for method in (method for method in (OURS, PUBLISHED, BOTH) if method in there):
+    for method in (method for method in (OURS, PUBLISHED, BOTH, OURS + CALM) if method in there):
         yield _near(where, losses, method)
     pairs = [(OURS, other) for other in (TOPK, "deft", "micro", PUBLISHED, FORGETFUL)]
-    pairs += [(helped, OURS) for helped in (CORRECTED, WARMED, BOTH)]
+    pairs += [(helped, OURS) for helped in (CORRECTED, UNMASKED, WARMED, BOTH, OURS + CALM)]
     for method, other in (pair for pair in pairs if there.issuperset(pair)):
         gain = 100 * (losses(other) - losses(method)) / losses(other).mean()
         words = f"{where}: {method_label(method)} ends lower than {method_label(other)}"
@@ -190,7 +191,11 @@ def _cause(where: str, there: set[str], losses: Losses) -> Iterator[Verdict]:
     left where the workers keep their own, and little where there is none, in dense training neither."""
     excess = losses.excess(OURS)
     unless = "" if estimate(excess).low > 0 else "ExDyna is not shown to end higher than dense"
-    remedies = {CORRECTED: (DENSE, "momentum correction"), OURS + CALM: (DENSE + CALM, "training without momentum")}
+    remedies = {
+        CORRECTED: (DENSE, "momentum correction"),
+        UNMASKED: (DENSE, "momentum correction that is not masked"),
+        OURS + CALM: (DENSE + CALM, "training without momentum"),
+    }
     for method, (dense, remedy) in remedies.items():
         if method in there:
             left = losses.excess(method, dense)

@@ -17,8 +17,13 @@ from experiments.studies.sparsifiers import DENSE, FORGETFUL, PUBLISHED, method_
 from experiments.studies.verdicts import select
 
 OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
-# strokes and gaps, by option
-DASHES = {"momentum": (1, 1.2), "momentum_correction": (5, 1.2), "warm_up": (2, 1.2, 1, 1.2), "rank": (5, 1.2)}
+DASHES = {  # strokes and gaps, by option
+    "momentum": (1, 1.2),
+    "momentum_correction": (5, 1.2),
+    "momentum_masking": (1, 1.2),
+    "rank": (5, 1.2),
+    "warm_up": (2, 1.2, 1, 1.2),
+}
 
 
 def densities(study: Study) -> list[float]:

@@ -39,6 +39,7 @@ SHORT = {
     "faithful=true": "faithful",
     "momentum=0": "no momentum",
     "momentum_correction=0.9": "momentum correction",
+    "momentum_masking=false": "not masked",
     "threshold=fixed": "fixed threshold",
     "warm_up=true": "warm-up",
 }

@@ -49,6 +49,7 @@ DEPLOYMENT = {
 # Values from before these settings existed. They are left out, so that runs from then are still the same runs.
 UNSAID = {
     "sparsifier.momentum_correction": 0.0,
+    "sparsifier.momentum_masking": True,
     "sparsifier.name": "dense",
     "sparsifier.warm_up_density": 0.25,
     "sparsifier.warm_up_steps": 0,

@@ -28,7 +28,7 @@ KINDS: dict[type[Compressor], type[Kind]] = {
     DEFT: Defts,
     HalfPrecision: Halves,
 }
-MAY_DIFFER = ("error_feedback", "momentum_correction", "warm_up_steps", "warm_up_density")
+MAY_DIFFER = ("error_feedback", "momentum_correction", "momentum_masking", "warm_up_steps", "warm_up_density")
 
 
 def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:

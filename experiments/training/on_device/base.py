@@ -42,6 +42,7 @@ class Kind:
         self._feedback = self._each([each.error_feedback for each in sparsifiers])[:, None, None]
         self._correction = self._each([each.momentum_correction for each in sparsifiers], torch.float32)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
+        self._masking = self._each([each.momentum_masking for each in sparsifiers])[:, None, None]
         corrects = any(each.momentum_correction for each in sparsifiers)
         self._momentum = torch.zeros_like(self._residual) if corrects else None
         self._last = max(getattr(each, "warm_up_steps", 0) for each in sparsifiers)  # nothing changes after this step
@@ -76,7 +77,7 @@ class Kind:
         update = mean.masked_fill(~found.union, 0)
         self._residual.masked_fill_(found.union[:, None] | ~self._feedback, 0)
         if self._momentum is not None:
-            self._momentum.masked_fill_(found.union[:, None], 0)
+            self._momentum.masked_fill_(found.union[:, None] & self._masking, 0)
         self._record(found)
         self.learn(found)
         self.iteration += 1
