@@ -12,6 +12,7 @@ from experiments.studies import base, compression_figures
 from experiments.studies.compression import BOTH, CORRECTED, UNMASKED, cells, run_of, runs, verdicts, with_bytes
 from experiments.training.config import compose
 
+METHODS = ("ExDyna", "ExDyna as published")
 SMOKE = ["study=compression", "size=smoke", "data=embedded"]
 
 
@@ -66,6 +67,7 @@ def made_up(settings, **losses):
         for method, sorter in runs(settings, cell):
             last = losses.get(method, 1.0) * (0.9 if sorter == "cd_grab" else 1.0) * (1 + 0.02 * np.sin(seed))
             key = {"cell": cell, "method": method, "sorter": sorter, "seed": seed}
+            key |= {"density": 0.0105 if method == "exdyna" else 0.02, "imbalance": 0.1 + 0.001 * seed}
             rows += [key | {"epoch": e, "train_loss": 4.0 if e < 15 else last + 1e-4 * seed} for e in range(31)]
     return pd.DataFrame(rows)
 
@@ -86,6 +88,13 @@ def test_what_momentum_does_is_told_from_what_sparsification_does(study):
     both = found[f"{where}, density 0.01: ExDyna, momentum correction, warm-up ends lower than ExDyna"]
     assert both.answer == "holds" and both.p < 1e-4 and both.seeds == 5
     assert found[f"{where}, density 0.01: four fifths of CD-GraB's gain are left with ExDyna"].answer == "holds"
+    held = [
+        found[f"{where}, density 0.01, {method}: relative error of the density, mean over the epochs"]
+        for method in METHODS
+    ]
+    assert [(v.answer, v.measured[:4]) for v in held] == [("holds", "0.05"), ("fails", "1 [1")]
+    even = [found[f"{where}, density 0.01, {method}: imbalance, mean over the epochs"].answer for method in METHODS]
+    assert even == ["holds", "holds"]
     _, answers = judged()
     assert answers == ["undecided"] * 3  # nothing is lost: there is nothing to explain
 
@@ -107,7 +116,7 @@ def test_some_of_it(monkeypatch, tmp_path):
     base.carry_out(study)
     sent = study.table.groupby("method")["sent"].max()
     assert sent["dense"] > 5 * sent["powersgd"] > sent["exdyna"] > 0 and sent[BOTH] > sent["exdyna"]
-    assert len(study.verdicts()) == 5
+    assert len(study.verdicts()) == 7
     figure = compression_figures.curves(study, 0.01)
     assert [panel.get_title() for panel in figure.axes] == ["LeNet-CIFAR-10, 8 workers", ""]
     assert "ExDyna, momentum correction, warm-up" in compression_figures.end_table(study.table, study.settings)

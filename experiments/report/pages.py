@@ -66,6 +66,11 @@ def practice() -> str:
     return _first_table(next((RESULTS / "figures").glob("study_practice-*.md")))
 
 
+def compression() -> str:
+    """Where training with compressed gradients ends: the first table of that study."""
+    return _first_table(next((RESULTS / "figures").glob("study_compression-*.md")))
+
+
 def _first_table(path: Path) -> str:
     lines = path.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
@@ -75,6 +80,7 @@ def _first_table(path: Path) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "lr-hmda": hmda,
     "cifar10": cifar10,
+    "compression": compression,
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,

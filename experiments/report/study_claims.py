@@ -120,7 +120,10 @@ DENSITY = "the density that the user asks for is held throughout"
 EXCLUSIVE = "workers never select the same coordinates: the density does not grow with them"
 EVEN, ONLINE = "workers are loaded evenly", "its own rule finds an accurate threshold on the fly"
 NEAR_OPTIMAL = "a worker selects from its share of the coordinates alone: near-optimal cost"
+REACHES = "at a low density models reach the loss of dense training"
+NO_HIGHER = "at the same density it ends no higher than Top-k"
 OWN, AS_PUBLISHED = "ExDyna", "ExDyna as published"
+TO_AN_END = tuple(f"LeNet-CIFAR-10, 8 workers, density {density}" for density in ("0.1", "0.01", "0.001"))
 TRAINED = (("LeNet-CIFAR-10", "CIFAR-10"), ("LSTM-WikiText-2", "WikiText-2"))
 
 
@@ -133,6 +136,22 @@ def _each(line: str, *methods: str) -> tuple[str, ...]:
     return tuple(f", {method}: {line}" for method in methods or (OWN, AS_PUBLISHED))
 
 
+def _to_an_end(where: str, says: str, *lines: str, no_worse: bool = False) -> Studied:
+    """Lines about whole trainings, at every density."""
+    every = tuple(f"{cell}{line}" for cell in TO_AN_END for line in lines)
+    return Studied(where, says, "compression", every, "CIFAR-10", no_worse)
+
+
+IN_WHOLE_TRAININGS = (
+    _to_an_end("density", DENSITY, *_each("relative error of the density, mean over the epochs")),
+    _to_an_end("imbalance", EVEN, *_each("imbalance, mean over the epochs")),
+    _to_an_end(
+        "convergence",
+        REACHES,
+        *(f": train loss with {method} / dense" for method in (OWN, AS_PUBLISHED, f"{OWN}, no momentum")),
+    ),
+    _to_an_end("convergence", NO_HIGHER, f": {OWN} ends lower than Top-k", no_worse=True),
+)
 WHEN = ("at the start", "after a tenfold drop")
 ON_REAL_GRADIENTS = (
     *(
@@ -233,7 +252,7 @@ ON_MADE_UP_AND_IN_TRAINING = (
     ),
     Studied(
         "convergence",
-        "at a low density models reach the loss of dense training",
+        REACHES,
         "sparsification",
         (
             *(
@@ -246,7 +265,7 @@ ON_MADE_UP_AND_IN_TRAINING = (
     ),
     Studied(
         "convergence",
-        "at the same density it ends no higher than Top-k",
+        NO_HIGHER,
         "sparsification",
         tuple(f"{network}: train loss with ExDyna / Top-k" for network in NETWORKS),
         no_worse=True,
@@ -254,6 +273,9 @@ ON_MADE_UP_AND_IN_TRAINING = (
 )
 PLACES = tuple(dict.fromkeys(claim.where for claim in ON_MADE_UP_AND_IN_TRAINING))
 EXDYNA = tuple(  # real gradients below made-up ones, statement by statement
-    sorted((*ON_MADE_UP_AND_IN_TRAINING, *ON_REAL_GRADIENTS), key=lambda claim: PLACES.index(claim.where))
+    sorted(
+        (*ON_MADE_UP_AND_IN_TRAINING, *ON_REAL_GRADIENTS, *IN_WHOLE_TRAININGS),
+        key=lambda claim: PLACES.index(claim.where),
+    )
 )
 STUDIES = tuple(dict.fromkeys(claim.study for claim in (*FIGURE_10, *THEORY, *EXDYNA)))

@@ -22,7 +22,7 @@ from experiments.studies import sparsifiers
 from experiments.studies.parts import Part, trained
 from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, by_epoch, method_label, options_of
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import Verdict, judge, keeps, repeated
+from experiments.studies.verdicts import Verdict, judge, keeps, repeated, select
 from experiments.training.config import flatten
 
 CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
@@ -31,6 +31,7 @@ UNMASKED = "exdyna,momentum_correction=0.9,momentum_masking=false"
 CALM = ",momentum=0"  # a method without any momentum
 OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
 NEAR = 1.05  # times the dense loss
+CLOSE, EVEN = 0.1, 0.2  # errors of the density, relative; imbalances of the workers' loads
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes
@@ -177,6 +178,8 @@ def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iter
         words = f"{where}: {method_label(method)} ends lower than {method_label(other)}"
         yield judge(words, gain, "gain in % of the loss", least=0.0, margin=SAME)
     yield from _cause(where, there, losses)
+    for method in (method for method in (OURS, PUBLISHED) if method in there):
+        yield from _selected(where, select(table, cell=losses.cell, method=method, sorter=BASELINE), method, settings)
     if OURS in settings.ordered and DENSE in settings.ordered:
         yield from _orders(where, losses)
 
@@ -203,6 +206,16 @@ def _cause(where: str, there: set[str], losses: Losses) -> Iterator[Verdict]:
             words = f"{where}: ExDyna ends higher than dense because of momentum on stale residuals"
             words = f"{words}: {remedy} leaves at most half of it"
             yield judge(words, left - excess / 2, note, unless, most=0.0)
+
+
+def _selected(where: str, rows: DataFrame, method: str, settings: DictConfig) -> Iterator[Verdict]:
+    """How well the density is held, and how even the workers' loads are: means over the epochs, by seed."""
+    rows = rows[rows["epoch"] > 0]
+    density = settings.cells[rows["cell"].iloc[0]].density
+    error = (rows["density"] / density - 1).abs().groupby(rows["seed"]).mean()
+    words = f"{where}, {method_label(method)}"
+    yield judge(f"{words}: relative error of the density, mean over the epochs", error, most=CLOSE)
+    yield judge(f"{words}: imbalance, mean over the epochs", rows.groupby("seed")["imbalance"].mean(), most=EVEN)
 
 
 def _orders(where: str, losses: Losses) -> Iterator[Verdict]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from experiments.report import plots, text
-from experiments.report.kinds import Axes, DataFrame, Figure
+from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
@@ -66,6 +66,30 @@ def _line(method: str, sorter: str) -> dict:
     if kind == "topk" and "momentum_correction" in options:
         return style | {"label": "Deep Gradient Compression"}
     return style | {"label": method_label(method) + f", {sorter_label(sorter)}" * (sorter != BASELINE)}
+
+
+@text.table
+def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
+    """In random orders: losses as multiples of the dense one, and what is sent for them, by density."""
+    losses, whole = ends(table, settings), [name for name in cells(settings) if "density" not in settings.cells[name]]
+    for base in whole:
+        alike = {
+            settings.cells[name].get("density"): name for name in cells(settings) if reference(settings, name) == base
+        }
+        methods = dict.fromkeys(method for name in alike.values() for method, _ in runs(settings, name))
+        for method in methods:
+            row = {"": cell_label(settings, base), "method": _line(method, BASELINE)["label"], "whole gradients": ""}
+            for density, name in sorted(alike.items(), key=lambda item: -(item[0] or 1)):
+                of = f"density {density:g}" if density else "whole gradients"
+                row[of] = _end(table, losses, name, method, base) if (method, BASELINE) in runs(settings, name) else ""
+            yield row
+
+
+def _end(table: DataFrame, losses: Series, name: str, method: str, base: str) -> str:
+    """1.45 [1.41, 1.49], 169 MB"""
+    ratio = losses.loc[(name, method, BASELINE)] / losses.loc[(base, DENSE, BASELINE)]
+    sent = select(table, cell=name, method=method, sorter=BASELINE).groupby("seed")["sent"].max().mean() / 1e6
+    return f"{estimate(ratio)}, {sent:,.0f} MB"
 
 
 @text.table
