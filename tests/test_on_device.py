@@ -3,9 +3,15 @@
 import pytest
 import torch
 
+from cdgrab.errors import CdgrabError
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SparseAverager, make_sparsifier
+from experiments.studies.matched import MATCHED
 from experiments.studies.training import TrainingRun, train
+from experiments.tasks import make_task
+from experiments.training.config import compose
 from experiments.training.loop import Trainer
+from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, supported
 from experiments.training.on_device.exdyna import balanced, rebalanced
 from experiments.training.on_device.peers import allotted, dealt
@@ -28,8 +34,9 @@ METHODS = {
     "topk": {},
     "topk, corrected": {"momentum_correction": 0.9},
     "topk, warm-up": WARM | {"momentum_correction": 0.9},
-    "topk_matched": {},
-    "topk_matched, warm-up": WARM | {"momentum_correction": 0.9},
+    MATCHED: {},
+    f"{MATCHED}, few": {"density": 0.005},
+    f"{MATCHED}, warm-up": WARM | {"momentum_correction": 0.9},
     "deft": {"layers": [500, 30, 300, 70]},
     "deft, warm-up": {"layers": [500, 30, 300, 70]} | WARM,
     "fp16": {},
@@ -78,21 +85,45 @@ def test_samples_are_counted_where_many_coordinates_are_wanted():
 
 
 def test_one_run_whose_gradients_are_not_finite_ends_alone():
-    methods = {"exdyna": {}, "exdyna, few": {"density": 0.002}, "topk": {}, "fp16": {}}
-    on_device = OnDevice(averagers(methods, 2), torch.device("cpu"))
+    methods = {"exdyna": {}, "exdyna, few": {"density": 0.002}, "topk": {}, "deft": {}, "micro": {}, "fp16": {}}
+    on_device, alone = OnDevice(averagers(methods, 2), torch.device("cpu")), averagers(methods, 2)
     for means in gradients(len(methods), 2, steps=3):
         means[1, 0, 5] = torch.inf
-        assert on_device.average(means)[0].isnan().all(1).tolist() == [False, True, False, False]
+        for number, (averager, found) in enumerate(zip(alone, on_device.average(means)[0], strict=True)):
+            assert found.isnan().all() if number == 1 else torch.equal(found, averager.average(means[number])[0])
 
 
 def test_what_is_not_known_here_is_not_supported():
     methods = {
         "exdyna, proportional": {"threshold": "proportional"},
+        "exdyna, fixed": {"threshold": "fixed"},
         "exdyna, relative": {"rule": "relative"},
+        "exdyna, faithful": {"faithful": True, "blocks": 16},
         "powersgd": {},
         "cltk": {},
     }
     assert not any(supported([averager], torch.float32) for averager in averagers(methods, 2))
+
+
+def test_runs_without_checkpoints_have_no_state():
+    run = TrainingRun(("task=lr_hmda", "data=embedded", "workers=2", "sparsifier=topk", "device=cpu"), 0)
+    composed = compose(list(run.overrides))
+    task = make_task(composed.config, composed.source, torch.device("cpu"))
+    trainer = Trainer([Member(composed, task, WorkerGroup(2), torch.device("cpu"))], saved=False)
+    with pytest.raises(CdgrabError, match="no state to save"):
+        trainer.state_dicts()
+    with pytest.raises(CdgrabError, match="no state to save or to load"):
+        trainer.load_state_dicts([{}])
+
+
+def test_matched_topk_matches_small_densities():
+    """Of which every worker selects few coordinates."""
+    matched = make_sparsifier(MATCHED, workers=8, dim=20_000, density=0.002)
+    densities = []
+    for gradients in torch.randn(80, 8, 20_000, generator=torch.Generator().manual_seed(0)) ** 3:
+        matched.reduce(gradients)
+        densities.append(matched.stats.density)
+    assert sum(densities[40:]) / 40 == pytest.approx(0.002, rel=0.05)
 
 
 def test_all_that_a_step_changes_is_changed_in_place():

@@ -270,6 +270,10 @@ REFUSED = [
     ("error_feedback must be", lambda: make_sparsifier("topk", workers=2, dim=3, error_feedback="yes")),
     ("momentum_correction must be", lambda: make_sparsifier("topk", workers=2, dim=3, momentum_correction=1.0)),
     (
+        "momentum_masking=false needs momentum_correction",
+        lambda: make_sparsifier("topk", workers=2, dim=3, momentum_masking=False),
+    ),
+    (
         "momentum_correction needs error_feedback",
         lambda: make_sparsifier("topk", workers=2, dim=3, momentum_correction=0.9, error_feedback=False),
     ),

@@ -74,6 +74,8 @@ class Compressor(WorkerState):
         self.momentum_masking = momentum_masking
         if self.momentum_correction and not error_feedback:
             raise CdgrabError("momentum_correction needs error_feedback=true: momentum that is not sent must wait")
+        if not self.momentum_correction and not momentum_masking:
+            raise CdgrabError("momentum_masking=false needs momentum_correction: there is no momentum to mask")
         self.stats = Stats()
         self.selected: list[Tensor] = []  # the coordinates that each of all workers selected in the last call
         self._momentum = torch.empty(self.local_workers, 0)

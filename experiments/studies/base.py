@@ -131,15 +131,16 @@ class Study:
         """study_rates_noise at the paper's size, else study_rates_noise-quick and the like."""
         return "_".join(filter(None, ("study", self.name, which))) + f"-{self.directory.name}".removeprefix("-paper")
 
-    def caption(self) -> str:
-        """Data and how much of it is trained on, size, seeds, computing time and commits in one line."""
+    def caption(self, seeds: int | None = None) -> str:
+        """Data and how much of it is trained on, size, seeds, computing time and commits in one line. seeds: of a part
+        that has its own number of them, and its own extents."""
         used = ((task, source) for task, source in self.data.items() if task in self._used_tasks())
-        data = "".join(f"{source['description']}{self._extent(task)} · " for task, source in used)
+        data = "".join(f"{source['description']}{'' if seeds else self._extent(task)} · " for task, source in used)
         seconds, manifest = sum(line["seconds"] for line in self.lines()), self.manifest()
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         return (
             f"{'EMBEDDED DATA: ' * self.embedded}{data}size {self.directory.name} · "
-            f"{plural(self.seeds, 'seed')} · {seconds:.0f} s · "
+            f"{plural(seeds or self.seeds, 'seed')} · {seconds:.0f} s · "
             f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
         )
 

@@ -26,15 +26,15 @@ class MatchedTopK(TopK):
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        self._largest = self.target  # how many each worker selects
+        self._largest = float(self.target)  # how many each worker selects; rounded only then, or few would stay few
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        return list(largest(accumulated, self._largest))
+        return list(largest(accumulated, round(self._largest)))
 
     def learn(self, counts: list[int]) -> None:
         now, later = (self.density_at(self.iteration + ahead) for ahead in (0, 1))
         wanted = (now / max(self.stats.density, 1 / self.dim)) ** FOLLOWING
-        self._largest = min(max(1, round(self._largest * wanted * (later / now))), self.dim)
+        self._largest = min(max(1.0, self._largest * wanted * (later / now)), float(self.dim))
 
 
 class MatchedTopKs(Kind):
@@ -42,20 +42,20 @@ class MatchedTopKs(Kind):
 
     def __init__(self, sparsifiers: Sequence[MatchedTopK], device: torch.device) -> None:
         super().__init__(sparsifiers, device)
-        self._largest = self._each([each._largest for each in sparsifiers])
+        self._largest = self._each([each._largest for each in sparsifiers], torch.float64)
         steps = range(self._last + 1)
         self._densities = self._each([[each.density_at(step) for step in steps] for each in sparsifiers], torch.float64)
         later = [[each.density_at(step + 1) for step in steps] for each in sparsifiers]
         self._change = self._each(later, torch.float64) / self._densities
 
     def select(self, accumulated: Tensor) -> Selection:
-        union = largest_of_each(accumulated, self._largest).any(1)
-        return Selection(union, self._largest[:, None].expand(-1, self.workers))
+        most = self._largest.round().long()
+        return Selection(largest_of_each(accumulated, most).any(1), most[:, None].expand(-1, self.workers))
 
     def learn(self, found: Selection) -> None:
-        density = (found.union.sum(1) / float(self.dim)).double().clamp(min=1 / self.dim)
+        density = (found.union.sum(1).double() / self.dim).clamp(min=1 / self.dim)
         wanted = (self.now(self._densities) / density) ** FOLLOWING
-        self._largest.copy_((self._largest * wanted * self.now(self._change)).round().clamp(1, self.dim))
+        self._largest.mul_(wanted * self.now(self._change)).clamp_(1, self.dim)
 
 
 SPARSIFIERS[MATCHED] = MatchedTopK

@@ -37,11 +37,10 @@ def real(study: Study) -> Figure:
             row[4].set_axis_off()
     for panel in (panel for row in axes for panel in (row[0], row[3])):
         panel.axhspan(0.9, 1.1, color="0.92", zorder=0)
-    note = (
-        f"target {study.settings.densities[0]:g}; means over {study.settings.real.seeds} seeds, by workers with 95 % "
-    )
-    note += "intervals; dotted: gradients shrink tenfold; grey: within 10 % of the target"
-    return plots.finish(figure, "Sparse gradients of real models", f"{note} · {study.caption()}")
+    seeds = study.settings.real.seeds
+    note = f"target {study.settings.densities[0]:g}; means over {seeds} seeds, by workers with 95 % intervals"
+    note += "; dotted: gradients shrink tenfold; grey: within 10 % of the target"
+    return plots.finish(figure, "Sparse gradients of real models", f"{note} · {study.caption(seeds)}")
 
 
 def _draw_course(panel: Axes, rows: DataFrame, own: DictConfig, column: str) -> None:
@@ -71,6 +70,7 @@ def _draw_times(panel: Axes, rows: DataFrame) -> None:
         plots.estimates(panel, by_workers, color=method_colour(method), label=method_label(method))
     plots.log_x(panel, sorted(rows["workers"].unique()), "workers")
     plots.log_ticks(panel.yaxis)
+    panel.set_ylim(bottom=500 * rows.groupby(["timed", "workers"])["selection"].mean().min())  # intervals may reach 0
 
 
 @text.table

@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from cdgrab.errors import DivergedError, NotFiniteError, Stopped
+from cdgrab.errors import CdgrabError, DivergedError, NotFiniteError, Stopped
 from cdgrab.runtime.fields import Field, refuse_others
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import Averager
@@ -140,6 +140,7 @@ class Trainer:
     def state_dicts(self) -> list[dict]:
         """For every member everything needed to continue from here, alone or with others, on any number of processes.
         Called by all ranks; what belongs to workers is collected on rank 0, whose states are the ones to keep."""
+        self._refuse_unsaved()
         common = {"epochs_done": self.epochs_done, "position": self.position, "seconds": self.clock.seconds}
         parts = snapshot.split(self.loop, self.replicas, self.group), self.replay.state_dicts()
         return [
@@ -151,6 +152,7 @@ class Trainer:
     def load_state_dicts(self, states: Sequence[dict]) -> None:
         """Continue where the members' states were taken, all at the same step. Called by all ranks. States that do not
         fit are refused before anything changes."""
+        self._refuse_unsaved()
         epochs_done, position = snapshot.progress(states[0])
         right = epochs_done <= self.config.epochs and position <= self.units
         if not right or any(snapshot.progress(state) != (epochs_done, position) for state in states):
@@ -168,6 +170,10 @@ class Trainer:
         self.epochs_done, self.position = epochs_done, position
         if position:
             self.clock = Clock({phase: seconds[phase] for phase in PHASES})
+
+    def _refuse_unsaved(self) -> None:
+        if not self._saves:
+            raise CdgrabError("these runs were started without checkpoints: they have no state to save or to load")
 
     def save(self) -> None:
         """Save a checkpoint of every run that has not ended. Called by all ranks; rank 0 writes."""

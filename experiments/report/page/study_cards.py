@@ -30,7 +30,7 @@ def _study(name: str, title: str, text: str, size: str) -> Card:
     lines = [_line(row, about) for row in markup.rows(text)]
     suffix = f"-{size}".removeprefix("-paper")
     names = sorted(path.stem for path in (RESULTS / "figures").glob(f"study_{name}*{suffix}.png"))
-    names = [one for one in names if re.fullmatch(rf"study_{name}(_\w+)?{re.escape(suffix)}", one)]
+    names = [one for one in names if re.fullmatch(rf"study_{name}(_[\w.]+)?{re.escape(suffix)}", one)]
     made = [*manifest.get("earlier", ()), manifest]
     return Card(
         f"study_{name}{suffix}",

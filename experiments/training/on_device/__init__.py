@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.sparsify import SparseAverager
-from cdgrab.sparsify.compressor import Compressor
+from cdgrab.sparsify.compressor import UNSAID, Compressor
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
 from cdgrab.sparsify.peers import HalfPrecision
@@ -28,7 +28,7 @@ KINDS: dict[type[Compressor], type[Kind]] = {
     DEFT: Defts,
     HalfPrecision: Halves,
 }
-MAY_DIFFER = ("error_feedback", "momentum_correction", "momentum_masking", "warm_up_steps", "warm_up_density")
+MAY_DIFFER = ("error_feedback", *UNSAID)
 
 
 def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:

@@ -1,7 +1,8 @@
 """What the sparsifiers of several runs share, when they are computed together and nothing is asked of the device.
 
 A kind of sparsifier does with tensors [runs, ...] what its class in `cdgrab.sparsify` does with one run, step by step:
-no result decides what is launched next, so that a step can be captured as a CUDA graph. In float32.
+no result decides what is launched next, so that a step can be captured as a CUDA graph. In float32. Of equal magnitudes
+the first ones are taken; there, some at random, or any.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Selection(NamedTuple):
 
 
 class Kind:
-    """Sparsifiers that differ in density, warm-up, momentum correction and error feedback only. A subclass implements
-    `select` and, if it adapts, `learn`."""
+    """Sparsifiers that differ in density, warm-up, error feedback, and how they correct momentum, only. A subclass
+    implements `select` and, if it adapts, `learn`."""
 
     def __init__(self, sparsifiers: Sequence[Sparsifier], device: torch.device) -> None:
         first, self.device = sparsifiers[0], device
@@ -101,7 +102,7 @@ class Kind:
         indices = others * (COUNT + INDEX * longest)
         values = 2 * others * (VALUE * sent) // self.workers
         self._add(
-            density=sent / self.dim,
+            density=sent.double() / self.dim,
             imbalance=(self.workers * longest / total.clamp(min=1).double() - 1).masked_fill(total == 0, 0),
             threshold=found.threshold,
             bytes=others + found.bytes + indices + values,

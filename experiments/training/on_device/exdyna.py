@@ -57,9 +57,7 @@ class ExDynas(Kind):
         sent = 0
         if self._counts:
             counted = self._sampled(magnitudes, cuts, partition, starts) if self._samples else ranking
-            value, sent = self._counted(
-                lambda values: counted.reaching(self._groups[..., None], values[:, None]).sum(1)
-            )
+            value, sent = self._counted(lambda values: self._reaching(counted, values))
             self._value.copy_(value)
         union = magnitudes >= self._value.float()[:, None]
         if self._rule == "balanced":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.runtime.mean import tree_sum
+from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.compressor import rounded, summed_bytes
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.peers import HalfPrecision
@@ -99,7 +100,7 @@ class Halves(Kind):
     def __init__(self, compressors: Sequence[HalfPrecision], device: torch.device) -> None:
         self.runs, self.workers, self.dim = len(compressors), compressors[0].workers, compressors[0].dim
         self.iteration = torch.zeros((), dtype=torch.long, device=device)
-        self.sums = torch.zeros(self.runs, 4, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(self.runs, len(LOGGED), dtype=torch.float64, device=device)
 
     def average(self, gradients: Tensor) -> Tensor:
         half, own = torch.float16, gradients.dtype
