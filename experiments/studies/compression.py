@@ -192,7 +192,8 @@ def _unmatched(table: DataFrame, settings: DictConfig, cell: str, *methods: str)
     rows = select(table, cell=cell, sorter=BASELINE)
     rows = rows[2 * rows["epoch"] > settings.models[settings.cells[cell].model].epochs]
     first, second = (select(rows, method=method)["density"].mean() for method in methods)
-    return "" if abs(first / second - 1) <= SAME_DENSITY else f"at other densities: {first:.3g} and {second:.3g}"
+    alike = max(first, second) <= (1 + SAME_DENSITY) * min(first, second)
+    return "" if alike else f"at other densities: {first:.3g} and {second:.3g}"
 
 
 def _near(where: str, losses: Losses, method: str) -> Verdict:
