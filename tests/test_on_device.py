@@ -12,7 +12,7 @@ from experiments.tasks import make_task
 from experiments.training.config import compose
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
-from experiments.training.on_device import OnDevice, supported
+from experiments.training.on_device import OnDevice, known, supported
 from experiments.training.on_device.exdyna import balanced, rebalanced
 from experiments.training.on_device.peers import allotted, dealt
 from experiments.training.on_device.ranking import Ranking
@@ -103,6 +103,10 @@ def test_what_is_not_known_here_is_not_supported():
         "cltk": {},
     }
     assert not any(supported([averager], torch.float32) for averager in averagers(methods, 2))
+    assert not any(
+        known({"name": method.split(",")[0], "threshold": "counted"} | its) for method, its in methods.items()
+    )
+    assert all(known({"name": method.split(",")[0], "threshold": "counted"} | its) for method, its in METHODS.items())
 
 
 def test_runs_without_checkpoints_have_no_state():

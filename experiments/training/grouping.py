@@ -14,6 +14,7 @@ from experiments.tasks.base import DTYPES
 from experiments.training.config import Run
 from experiments.training.member import Member
 from experiments.training.memory import free_memory
+from experiments.training.on_device import known
 from experiments.training.optimisers import SETTINGS
 from experiments.training.parts import BLOCK_BYTES
 
@@ -44,6 +45,10 @@ def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1, most: int
 def _likeness(run: Run) -> str:
     config, science = run.config, run.science
     sparse = config.sparsifier.name != "dense"  # then it needs the gradients of every worker
+    sparse = [
+        sparse,
+        sparse and known(config.sparsifier),
+    ]  # those that may stay on a GPU are not kept from it by others
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
     if config.task.batch > config.workers:  # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients

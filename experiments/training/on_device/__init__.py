@@ -6,19 +6,19 @@ its own; a study that hosts all workers of many small runs would do nothing but 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from cdgrab.sparsify import SparseAverager
+from cdgrab.sparsify import SPARSIFIERS, SparseAverager
 from cdgrab.sparsify.compressor import UNSAID, Compressor
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
 from cdgrab.sparsify.peers import HalfPrecision
 from cdgrab.sparsify.simple import TopK
 from experiments.training.on_device.base import Kind
-from experiments.training.on_device.exdyna import ExDynas
+from experiments.training.on_device.exdyna import RULES, THRESHOLDS, ExDynas
 from experiments.training.on_device.peers import Defts, Halves, TopKs
 
 KINDS: dict[type[Compressor], type[Kind]] = {
@@ -33,6 +33,15 @@ MAY_DIFFER = ("error_feedback", *UNSAID)
 
 def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and all(_supported(each.sparsifier) for each in averagers)
+
+
+def known(options: Mapping[str, object]) -> bool:
+    """The same by a sparsifier's name and options."""
+    kind = KINDS.get(SPARSIFIERS[options["name"]])
+    if kind is not ExDynas:
+        return kind is not None
+    chosen = options.get("rule", "static"), options["threshold"]
+    return chosen[0] in RULES and chosen[1] in THRESHOLDS and not options.get("faithful")
 
 
 def _supported(sparsifier: Compressor) -> bool:

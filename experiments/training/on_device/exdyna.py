@@ -19,6 +19,7 @@ from cdgrab.sparsify.threshold import CLOSER, COARSE, FINE, LARGEST, MANY, NEAR,
 from experiments.training.on_device.base import INDEX, Kind, Selection
 from experiments.training.on_device.ranking import Ranking
 
+RULES, THRESHOLDS = ("balanced", "paper", "static"), ("counted", "paper")  # that are known here
 LEVELS = CLOSER + 1  # grids, each finer than the last, in which a threshold is looked for
 
 
@@ -44,7 +45,7 @@ class ExDynas(Kind):
 
     @staticmethod
     def supports(sparsifier: ExDyna) -> bool:
-        known = sparsifier.rule in ("balanced", "paper", "static") and sparsifier.threshold in ("counted", "paper")
+        known = sparsifier.rule in RULES and sparsifier.threshold in THRESHOLDS
         return known and not sparsifier.faithful and sparsifier.dim >= sparsifier.workers
 
     def select(self, accumulated: Tensor) -> Selection:
