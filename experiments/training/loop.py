@@ -26,13 +26,13 @@ from cdgrab.runtime.state import copied
 from experiments import early
 from experiments.tasks.base import DTYPES, Task, joined
 from experiments.training import snapshot
-from experiments.training.averaging import sparse_means, stacked, unstacked
 from experiments.training.clock import PHASES, Clock
 from experiments.training.compiled import Compiled
 from experiments.training.config import Run
 from experiments.training.evaluation import plainly
 from experiments.training.gradients import gradient_function, summed, together, written_at_once
 from experiments.training.member import Member, evaluated
+from experiments.training.on_device import OnDevice, supported
 from experiments.training.optimisers import Optimiser
 from experiments.training.parts import (
     MOST_STEPS_PER_BLOCK,
@@ -45,7 +45,7 @@ from experiments.training.parts import (
 from experiments.training.progress import Watch
 from experiments.training.replay import Replay
 from experiments.training.signals import Agreement
-from experiments.training.steps import CapturedSteps, Steps
+from experiments.training.steps import CapturedSteps, SparseMeans, Steps, stacked, unstacked
 
 
 class Trainer:
@@ -102,8 +102,7 @@ class Trainer:
         optimiser = Optimiser(tasks, self.steps, config.epochs, parameters, compiled)
         carries = zip(*(member.task.first_carry(group.local_workers) for member in self.members), strict=True)
         captured = compiled and self._can_capture()
-        averagers = [member.sparse_mean for member in self.members]
-        sparse = sparse_means(averagers, captured, self._saves, parameters) if self.sparse else None
+        sparse = self._sparse_means(captured) if self.sparse else None
         plain = Averager(group, self.flat.dim) if group.world_size > 1 else None
         first_carry = [stacked(part) for part in carries]
         parts = (self.task, self.gradients, optimiser, parameters, first_carry, sparse or plain)
@@ -117,6 +116,12 @@ class Trainer:
 
     def _can_capture(self) -> bool:
         return self.device.type == "cuda" and self.group.world_size == 1
+
+    def _sparse_means(self, captured: bool) -> SparseMeans | OnDevice:
+        averagers = [member.sparse_mean for member in self.members]
+        if captured and not self._saves and supported(averagers, DTYPES[self.config.task.dtype]):
+            return OnDevice(averagers, self.device)
+        return SparseMeans(averagers)
 
     @torch.no_grad()
     def _warm_up(self) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cdgrab.runtime.state import copied
-from experiments.training.averaging import stacked, unstacked
 from experiments.training.clock import Clock
 from experiments.training.snapshot import alike
-from experiments.training.steps import PartialSums, Steps
+from experiments.training.steps import PartialSums, Steps, stacked, unstacked
 
 
 class Replay:

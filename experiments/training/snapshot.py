@@ -18,9 +18,8 @@ from cdgrab.errors import CdgrabError, first_line
 from cdgrab.runtime.group import WorkerGroup
 from experiments.store import checkpoint
 from experiments.training import runlog
-from experiments.training.averaging import stacked, unstacked
 from experiments.training.config import Run, refuse_other_settings
-from experiments.training.steps import Steps
+from experiments.training.steps import Steps, stacked, unstacked
 
 
 def save(run: Run, state: dict) -> None:

@@ -14,9 +14,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from cdgrab.errors import NotFiniteError
 from cdgrab.runtime.mean import Averager
+from cdgrab.sparsify import SparseAverager
 from experiments.tasks.base import Task
-from experiments.training.averaging import SparseMeans, unstacked
 from experiments.training.clock import Clock
 from experiments.training.compiled import Compiled, captured
 from experiments.training.on_device import OnDevice
@@ -254,6 +255,37 @@ class PartialSums:
 
     def tensors(self) -> list[Tensor]:
         return [self.total, self.largest]
+
+
+class SparseMeans:
+    """Averages like `cdgrab.runtime.mean.Averager`, but the gradients of each run with its own sparsifier."""
+
+    def __init__(self, averagers: Sequence[SparseAverager]) -> None:
+        self._averagers = averagers
+
+    def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
+        """The updates [..., dim] from the workers' mean gradients [..., local workers, dim]. There is no shard."""
+        each = zip(self._averagers, unstacked(worker_means, len(self._averagers)), strict=True)
+        return stacked([self._update(averager, means) for averager, means in each]), None
+
+    def collect(self) -> None:
+        """Each run's averager has its own statistics already."""
+
+    def _update(self, averager: SparseAverager, worker_means: Tensor) -> Tensor:
+        try:
+            return averager.average(worker_means)[0]
+        except NotFiniteError:  # its parameters are not finite from now on, which ends this run and no other
+            return torch.full_like(worker_means[0], torch.nan)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[replicas, ...]; the tensor itself if there is only one run."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def unstacked(tensor: Tensor, replicas: int) -> Sequence[Tensor]:
+    """The part of every run. A run alone has no dimension of replicas."""
+    return tensor.unbind(0) if replicas > 1 else (tensor,)
 
 
 def _widest(steps: Tensor) -> torch.dtype:
