@@ -29,7 +29,7 @@ CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
 BOTH = "exdyna,momentum_correction=0.9,warm_up=true"
 DGC = "topk,momentum_correction=0.9,warm_up=true"  # Deep Gradient Compression
 UNMASKED = "exdyna,momentum_correction=0.9,momentum_masking=false"
-CALM = ",momentum=0"  # a method without any momentum
+CALM, SLOW = ",momentum=0", ",rate=0.5"  # a method without any momentum; with half the rate
 OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
 NEAR = 1.05  # times the dense loss
 SAME_DENSITY = 0.15  # relative: losses at densities that differ by more are not compared
@@ -86,6 +86,7 @@ def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[st
         changes |= {key: longer * changes[key] for key in ("weight_decay", "clip") if changes.get(key)}
     if options.pop("momentum", None) == 0:
         changes |= {"momentum": 0, "lr": longer * changes["lr"]}
+    changes["lr"] *= options.pop("rate", 1)
     if options.pop("warm_up", False):
         options["warm_up_steps"] = model["warm_up_steps"]
     chosen = ",".join([kind, *(f"{key}={value}" for key, value in options.items())])
@@ -183,6 +184,9 @@ def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iter
     yield from _cause(where, there, losses)
     for method in (method for method in (OURS, PUBLISHED) if method in there):
         yield from _selected(where, select(table, cell=losses.cell, method=method, sorter=BASELINE), method, settings)
+    if OURS + CALM + SLOW in there and DENSE + SLOW in settings.references:
+        words = f"{where}: train loss with ExDyna, no momentum / dense, both at half the rate"
+        yield judge(words, losses(OURS + CALM + SLOW) / losses(DENSE + SLOW), most=NEAR)
     if OURS in settings.ordered and DENSE in settings.ordered:
         yield from _orders(where, losses)
 
@@ -210,6 +214,7 @@ def _cause(where: str, there: set[str], losses: Losses) -> Iterator[Verdict]:
         CORRECTED: "momentum correction",
         UNMASKED: "momentum correction that is not masked",
         OURS + CALM: "training without momentum",
+        OURS + SLOW: "half the rate",
     }
     for method, remedy in remedies.items():
         if method in there:

@@ -11,18 +11,19 @@ from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
-from experiments.studies.compression import CALM, cell_label, cells, ends, reference, runs
+from experiments.studies.compression import CALM, SLOW, cell_label, cells, ends, reference, runs
 from experiments.studies.sparsification_figures import COLOURS
 from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, method_label, options_of
 from experiments.studies.verdicts import select
 
 OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
-OWN_COLOURS |= {OURS + CALM: "#5b2a86"}
+OWN_COLOURS |= {OURS + CALM: "#5b2a86", OURS + CALM + SLOW: "#5b2a86"}
 DASHES = {  # strokes and gaps, by option
     "momentum": (1, 1.2),
     "momentum_correction": (5, 1.2),
     "momentum_masking": (1, 1.2),
     "rank": (5, 1.2),
+    "rate": (8, 1.2),
     "warm_up": (2, 1.2, 1, 1.2),
 }
 

@@ -40,6 +40,7 @@ SHORT = {
     "momentum=0": "no momentum",
     "momentum_correction=0.9": "momentum correction",
     "momentum_masking=false": "not masked",
+    "rate=0.5": "half the rate",
     "threshold=fixed": "fixed threshold",
     "warm_up=true": "warm-up",
 }
