@@ -78,6 +78,17 @@ def test_momentum_is_kept_by_workers_until_it_is_sent(variant, seed, workers, fa
         assert np.array_equal(state["_residual"], owed) and np.array_equal(state["_momentum"], momentum)
 
 
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_gradients_are_the_callers_and_stay_what_they_are(name, feedback):
+    options = {"error_feedback": feedback} if "error_feedback" in sparsifier_options(name) else {}
+    found = make_sparsifier(name, workers=2, dim=40, density=0.2, **options)
+    for gradients in torch.randn(3, 2, 40):
+        before = gradients.clone()
+        found.reduce(gradients)
+        assert torch.equal(gradients, before)
+
+
 def test_with_everything_sent_momentum_that_is_not_masked_is_the_optimisers():
     found = make_sparsifier("topk", workers=2, dim=6, density=1.0, momentum_correction=0.9, momentum_masking=False)
     weights = torch.nn.Parameter(torch.zeros(6))

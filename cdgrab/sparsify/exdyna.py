@@ -134,13 +134,13 @@ class ExDyna(Sparsifier):
             partition = (self.iteration + worker) % self.workers
             yield row, edges[partition], edges[partition + 1]
 
-    def _most(self) -> int:
-        """How many coordinates a worker may send; 0: no limit."""
-        fair = self.target / self.workers
+    def most(self, target: int) -> int:
+        """How many coordinates a worker may send where `target` are wanted; 0: no limit."""
+        fair = target / self.workers
         return max(math.ceil(fair), round(MOST * fair)) if self.rule == "balanced" else 0
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        own, found, most = list(self._own(accumulated)), [], self._most()
+        own, found, most = list(self._own(accumulated)), [], self.most(self.target)
         each = reaching_each([row[start:end] for row, start, end in own], self._value)
         for (row, start, end), places in zip(own, each, strict=True):
             indices = start + places

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cdgrab.errors import CdgrabError
@@ -61,14 +62,9 @@ def scoreboard() -> str:
     return _first_table(RESULTS / "PAPER.md")
 
 
-def practice() -> str:
-    """Whether the drop-in sampler helps, model by model: the first table of that study."""
-    return _first_table(next((RESULTS / "figures").glob("study_practice-*.md")))
-
-
-def compression() -> str:
-    """Where training with compressed gradients ends: the first table of that study."""
-    return _first_table(next((RESULTS / "figures").glob("study_compression-*.md")))
+def study(name: str) -> str:
+    """The first table of a study."""
+    return _first_table(next((RESULTS / "figures").glob(f"study_{name}-*.md")))
 
 
 def _first_table(path: Path) -> str:
@@ -80,11 +76,11 @@ def _first_table(path: Path) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "lr-hmda": hmda,
     "cifar10": cifar10,
-    "compression": compression,
+    "compression": partial(study, "compression"),
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,
-    "practice": practice,
+    "practice": partial(study, "practice"),
     "scoreboard": scoreboard,
 }
 

@@ -20,7 +20,18 @@ from experiments.report.names import OURS as BALANCED
 from experiments.report.statistics import SAME_LOSS, estimate
 from experiments.studies import sparsifiers
 from experiments.studies.parts import Part, trained
-from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, by_epoch, method_label, options_of
+from experiments.studies.sparsifiers import (
+    CLOSE,
+    DENSE,
+    FORGETFUL,
+    OURS,
+    PUBLISHED,
+    SAME_DENSITY,
+    TOPK,
+    by_epoch,
+    method_label,
+    options_of,
+)
 from experiments.studies.training import overrides
 from experiments.studies.verdicts import Verdict, judge, keeps, repeated, select
 from experiments.training.config import flatten
@@ -32,8 +43,7 @@ UNMASKED = "exdyna,momentum_correction=0.9,momentum_masking=false"
 CALM, SLOW = ",momentum=0", ",rate=0.5"  # a method without any momentum; with half the rate
 OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
 NEAR = 1.05  # times the dense loss
-SAME_DENSITY = 0.15  # relative: losses at densities that differ by more are not compared
-CLOSE, EVEN = 0.1, 0.2  # errors of the density, relative; imbalances of the workers' loads
+EVEN = 0.2  # imbalance of the workers' loads
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes

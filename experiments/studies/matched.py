@@ -11,8 +11,8 @@ from cdgrab.sparsify import SPARSIFIERS
 from cdgrab.sparsify.simple import TopK
 from cdgrab.sparsify.threshold import largest
 from experiments.training.on_device import KINDS
-from experiments.training.on_device.base import Kind, Selection
-from experiments.training.on_device.peers import largest_of_each
+from experiments.training.on_device.base import Selection
+from experiments.training.on_device.peers import TopKs
 
 MATCHED = "topk_matched"
 FOLLOWING = 0.3  # how fast the number of coordinates adapts to the density that is to be matched
@@ -37,7 +37,7 @@ class MatchedTopK(TopK):
         self._largest = min(max(1.0, self._largest * wanted * (later / now)), float(self.dim))
 
 
-class MatchedTopKs(Kind):
+class MatchedTopKs(TopKs):
     """Of several runs together."""
 
     def __init__(self, sparsifiers: Sequence[MatchedTopK], device: torch.device) -> None:
@@ -48,9 +48,8 @@ class MatchedTopKs(Kind):
         later = [[each.density_at(step + 1) for step in steps] for each in sparsifiers]
         self._change = self._each(later, torch.float64) / self._densities
 
-    def select(self, accumulated: Tensor) -> Selection:
-        most = self._largest.round().long()
-        return Selection(largest_of_each(accumulated, most).any(1), most[:, None].expand(-1, self.workers))
+    def most(self) -> Tensor:
+        return self._largest.round().long()
 
     def learn(self, found: Selection) -> None:
         density = (found.union.sum(1).double() / self.dim).clamp(min=1 / self.dim)

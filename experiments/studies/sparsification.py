@@ -25,6 +25,7 @@ from experiments.studies.sparsifiers import (
     DENSE,
     FAR,
     OURS,
+    SAME_DENSITY,
     TOPK,
     TRAINED_DENSITY,
     layered,
@@ -39,7 +40,6 @@ LAST = 20  # a settled value is the mean over this many last iterations
 WARM_UP, WINDOW = 100, 50  # iterations after which the density must hold; over which it is averaged at 0.001
 CHEAPER = 8  # how many times faster selecting should be with ExDyna
 SAME_RATIO = 0.01  # a ratio of losses that is nearer to 1 does not matter
-SAME_DENSITY = 0.15  # densities that differ by less, relatively, count as the same
 LONG_SETTLED = 20  # a density that stays close for this many iterations has settled
 
 

@@ -29,6 +29,7 @@ RESNET = "cifar10, ResNet-18"
 MODELS = {"cifar10": "LeNet-CIFAR-10", RESNET: "ResNet-18-CIFAR-10"}  # tasks that this study has with two models
 TRAINED_DENSITY = 0.01
 CLOSE, FAR = 0.1, 0.3  # relative errors of the density
+SAME_DENSITY = 0.15  # densities that differ by less, relatively, count as the same
 
 REDUCTIONS, REPEATS = 3, 7  # reductions before times are measured, and how many times they are measured
 TOO_LARGE = 3.0  # where settling is measured, gradients are too large for the paper's first threshold by this factor

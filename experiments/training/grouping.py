@@ -9,6 +9,7 @@ import torch
 from cdgrab.checks import MOST
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
+from cdgrab.sparsify import SPARSIFIERS
 from experiments.tasks import make_task
 from experiments.tasks.base import DTYPES
 from experiments.training.config import Run
@@ -44,15 +45,12 @@ def groups(runs: Sequence[Run], alone: Sequence[bool], parts: int = 1, most: int
 
 def _likeness(run: Run) -> str:
     config, science = run.config, run.science
-    sparse = config.sparsifier.name != "dense"  # then it needs the gradients of every worker
-    sparse = [
-        sparse,
-        sparse and known(config.sparsifier),
-    ]  # those that may stay on a GPU are not kept from it by others
+    name = config.sparsifier.name  # unless it is dense, it needs the gradients of every worker
+    stays = known(SPARSIFIERS[name], config.sparsifier)  # on a GPU, unless others keep it from there
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
     if config.task.batch > config.workers:  # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients
-    return str([sorted(same.items(), key=str), sparse, [str(config.get(key)) for key in MUST_AGREE]])
+    return str([sorted(same.items(), key=str), name != "dense", stays, [str(config.get(key)) for key in MUST_AGREE]])
 
 
 def _size(runs: int, replicas: int | str, parts: int) -> int:

@@ -144,7 +144,8 @@ class CapturedSteps(Steps):
         microbatch = visits.shape[-1]
         kind = microbatch, self.sums is None  # a graph that sums is another one
         if kind not in self._captured:
-            changed = [*self._state(), *(self.sums.tensors() if self.sums else ()), *self._sparse_tensors()]
+            parts = (part for part in (self.sums, self.averager) if part)
+            changed = [*self._state(), *(tensor for part in parts for tensor in part.tensors())]
             before = [tensor.clone() for tensor in changed]
             self._captured[kind] = _Block(self, visits[..., 0, :])
             _overwrite(changed, before)
@@ -164,9 +165,6 @@ class CapturedSteps(Steps):
     def _state(self) -> list[Tensor]:
         return [self.parameters, *self.carry, *self.optimiser.state]
 
-    def _sparse_tensors(self) -> list[Tensor]:
-        return self.averager.tensors() if isinstance(self.averager, OnDevice) else []
-
 
 class _Block:
     """One step and the buffers it reads and writes."""
@@ -184,7 +182,7 @@ class _Block:
             some = steps.gradients(steps.parameters, *steps.carry, *batch)[0]  # [..., workers, microbatch, dim]
             self.kept = torch.empty(steps.kept_steps, *some.shape, dtype=dtype, device=device)
             self._wide = _widest(self.kept)
-        self._in_halves = steps.averager is not None and not isinstance(steps.averager, OnDevice)
+        self._in_halves = steps.averager is not None and steps.averager.asks
         if self._in_halves:  # the averager runs in Python, between the two halves of a step
             self._means = torch.empty(*workers, dim, dtype=dtype, device=device)
             self._mean = torch.zeros_like(steps.parameters)
@@ -260,6 +258,8 @@ class PartialSums:
 class SparseMeans:
     """Averages like `cdgrab.runtime.mean.Averager`, but the gradients of each run with its own sparsifier."""
 
+    asks = True  # the device, during a step
+
     def __init__(self, averagers: Sequence[SparseAverager]) -> None:
         self._averagers = averagers
 
@@ -267,6 +267,10 @@ class SparseMeans:
         """The updates [..., dim] from the workers' mean gradients [..., local workers, dim]. There is no shard."""
         each = zip(self._averagers, unstacked(worker_means, len(self._averagers)), strict=True)
         return stacked([self._update(averager, means) for averager, means in each]), None
+
+    def tensors(self) -> list[Tensor]:
+        """Captured steps change none of its own."""
+        return []
 
     def collect(self) -> None:
         """Each run's averager has its own statistics already."""

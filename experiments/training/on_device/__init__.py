@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cdgrab.sparsify import SPARSIFIERS, SparseAverager
+from cdgrab.sparsify import SparseAverager
 from cdgrab.sparsify.compressor import UNSAID, Compressor
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
@@ -32,26 +32,23 @@ MAY_DIFFER = ("error_feedback", *UNSAID)
 
 
 def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:
-    return dtype == torch.float32 and all(_supported(each.sparsifier) for each in averagers)
+    each = [averager.sparsifier for averager in averagers]
+    return dtype == torch.float32 and all(known(type(one), vars(one)) and one.dim >= one.workers for one in each)
 
 
-def known(options: Mapping[str, object]) -> bool:
-    """The same by a sparsifier's name and options."""
-    kind = KINDS.get(SPARSIFIERS[options["name"]])
-    if kind is not ExDynas:
-        return kind is not None
-    chosen = options.get("rule", "static"), options["threshold"]
-    return chosen[0] in RULES and chosen[1] in THRESHOLDS and not options.get("faithful")
-
-
-def _supported(sparsifier: Compressor) -> bool:
-    kind = KINDS.get(type(sparsifier))
-    return kind is not None and (kind is not ExDynas or ExDynas.supports(sparsifier))
+def known(sparsifier: type[Compressor], options: Mapping[str, object]) -> bool:
+    """Whether one with these options is of a kind that is here."""
+    if KINDS.get(sparsifier) is not ExDynas:
+        return sparsifier in KINDS
+    rule, threshold = options.get("rule", "static"), options["threshold"]  # MiCRO has no other rule
+    return rule in RULES and threshold in THRESHOLDS and not options.get("faithful")
 
 
 class OnDevice:
     """Averages like `experiments.training.steps.SparseMeans`; `collect` hands the statistics to the runs' averagers.
     What else the runs' own sparsifiers know stays what it is: such runs cannot be saved."""
+
+    asks = False  # nothing of the device, during a step
 
     def __init__(self, averagers: Sequence[SparseAverager], device: torch.device) -> None:
         self._averagers = averagers
@@ -88,10 +85,8 @@ class OnDevice:
 
 
 def _likeness(sparsifier: Compressor) -> str:
-    """Of those that are computed together. Top-k without a warm-up has one number of coordinates for all."""
+    """Of those that are computed together."""
     settings = {name: getattr(sparsifier, name, None) for name in sparsifier.options if name not in MAY_DIFFER}
-    if type(sparsifier) is TopK:
-        settings["k"] = sparsifier.density if sparsifier.warm_up_steps == 0 else None
     if isinstance(sparsifier, ExDyna):
         settings["rule"], settings["blocks"] = sparsifier.rule, sparsifier.blocks
     return f"{type(sparsifier).__name__} {settings}"

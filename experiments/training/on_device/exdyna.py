@@ -24,29 +24,25 @@ LEVELS = CLOSER + 1  # grids, each finer than the last, in which a threshold is 
 
 
 class ExDynas(Kind):
-    """All with the same rule, threshold and blocks: `supports` says which."""
+    """All with the same of these RULES and THRESHOLDS, and as many blocks."""
 
     def __init__(self, sparsifiers: Sequence[ExDyna], device: torch.device) -> None:
         super().__init__(sparsifiers, device)
-        first, steps = sparsifiers[0], range(self._last + 1)
+        first = sparsifiers[0]
         self._rule, self._counts, self._blocks = first.rule, first.threshold == "counted", first.blocks
         self._value = self._each([each._value for each in sparsifiers], torch.float64)
         self._aim = torch.ones_like(self._value)
         self._edges = torch.tensor(first._edges, device=device).repeat(self.runs, 1)  # of the blocks
         self._lengths = torch.tensor(first._runs, device=device).repeat(self.runs, 1)  # blocks of each partition
         self._loads = torch.zeros(self.runs, self._blocks, dtype=torch.float64, device=device)
-        self._most = self._each([[_most_at(each, step) for step in steps] for each in sparsifiers])
+        targets = zip(sparsifiers, self._targets.tolist(), strict=True)
+        self._most = self._each([[each.most(target) for target in its] for each, its in targets])
         self._samples = bool((self._targets // COUNTED > 1).any())
         coarse = torch.tensor(thresholds.grid(SMALLEST, LARGEST, COARSE), dtype=torch.float64, device=device)
         self._coarse = coarse.repeat(self.runs, 1)
         self._coordinates = torch.arange(self.dim, device=device).repeat(self.runs, 1)
         # partitions of all runs are numbered one after the other
         self._groups = torch.arange(self.runs * self.workers, device=device).view(self.runs, -1)
-
-    @staticmethod
-    def supports(sparsifier: ExDyna) -> bool:
-        known = sparsifier.rule in RULES and sparsifier.threshold in THRESHOLDS
-        return known and not sparsifier.faithful and sparsifier.dim >= sparsifier.workers
 
     def select(self, accumulated: Tensor) -> Selection:
         cuts = self._edges.gather(1, pad(self._lengths.cumsum(1), (1, 0)))  # of the partitions [runs, workers + 1]
@@ -64,12 +60,12 @@ class ExDynas(Kind):
         if self._rule == "balanced":
             union &= ranking.ranks() < self.now(self._most)[:, None]
         sizes = cuts.diff(dim=1)
-        empty = (counts_between(union, cuts) == 0) & (sizes > 0)  # such a worker sends one in turn
+        counts = counts_between(union, cuts)
+        empty = (counts == 0) & (sizes > 0)  # such a worker sends one in turn
         turn = (cuts[:, :-1] + self.iteration % sizes.clamp(min=1)).masked_fill(~empty, self.dim)
         union = pad(union, (0, 1)).scatter_(1, turn, True)[:, :-1]
         own = (self.iteration + torch.arange(self.workers, device=self.device)) % self.workers
-        counts = counts_between(union, cuts).index_select(1, own)
-        return Selection(union, counts, sent, self._value)
+        return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value)
 
     # -- threshold ----------------------------------------------------------------------------------------------------
 
@@ -129,13 +125,6 @@ class ExDynas(Kind):
         elif self._rule == "paper":
             partitions = (torch.arange(self.workers, device=self.device) - self.iteration) % self.workers
             self._lengths.copy_(rebalanced(self._lengths, found.counts.index_select(1, partitions), self._blocks))
-
-
-def _most_at(sparsifier: ExDyna, step: int) -> int:
-    """How many coordinates a worker may send in this step."""
-    now, sparsifier.iteration = sparsifier.iteration, step
-    most, sparsifier.iteration = sparsifier._most(), now
-    return most
 
 
 def _grid(low: Tensor, high: Tensor) -> Tensor:

@@ -13,31 +13,20 @@ from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.compressor import rounded, summed_bytes
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.peers import HalfPrecision
-from cdgrab.sparsify.simple import TopK
 from experiments.training.on_device.base import Kind, Selection
 from experiments.training.on_device.ranking import Ranking
 
 
 class TopKs(Kind):
-    def __init__(self, sparsifiers: Sequence[TopK], device: torch.device) -> None:
-        super().__init__(sparsifiers, device)
-        self._k = None if self._last else sparsifiers[0].target  # of all runs, if it stays what it is
+    def most(self) -> Tensor:
+        """How many coordinates each worker selects, [runs]."""
+        return self.targets
 
     def select(self, accumulated: Tensor) -> Selection:
-        if self._k is None:
-            taken = largest_of_each(accumulated, self.targets)
-        else:
-            taken = torch.zeros_like(accumulated, dtype=torch.bool)
-            taken.scatter_(2, accumulated.abs().topk(self._k, sorted=False).indices, True)
-        return Selection(taken.any(1), self.targets[:, None].expand(-1, self.workers))
-
-
-def largest_of_each(accumulated: Tensor, most: Tensor) -> Tensor:
-    """Which of every worker's values [runs, workers, dim] are among its largest; most [runs]: as many."""
-    runs, workers, dim = accumulated.shape
-    rows = torch.arange(runs * workers, device=accumulated.device)
-    groups = rows.view(runs, workers, 1).expand_as(accumulated)
-    return Ranking(groups, accumulated.abs(), dim * rows).ranks() < most[:, None, None]
+        rows = torch.arange(self.runs * self.workers, device=self.device)
+        groups, most = rows.view(self.runs, self.workers, 1).expand_as(accumulated), self.most()
+        taken = Ranking(groups, accumulated.abs(), self.dim * rows).ranks() < most[:, None, None]
+        return Selection(taken.any(1), most[:, None].expand(-1, self.workers))
 
 
 class Defts(Kind):
