@@ -13,11 +13,11 @@ from experiments.training.config import compose
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, known, supported
+from experiments.training.on_device.counting import Groups, among
 from experiments.training.on_device.exdyna import balanced, rebalanced
 from experiments.training.on_device.peers import allotted, dealt
-from experiments.training.on_device.ranking import Ranking
 
-STEPS, DIM = 40, 900
+STEPS, DIM, CPU = 40, 900, torch.device("cpu")
 WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
 METHODS = {
     "exdyna": {},
@@ -62,8 +62,8 @@ def gradients(runs, workers, dim=DIM, steps=STEPS):
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_updates_and_statistics_are_those_of_each_run_by_itself(workers):
     alone, together = averagers(METHODS, workers), averagers(METHODS, workers)
-    assert supported(together, torch.float32) and not supported(together, torch.float64)
-    on_device = OnDevice(together, torch.device("cpu"))
+    assert supported(together, torch.float32, CPU) and not supported(together, torch.float64, CPU)
+    on_device = OnDevice(together, CPU)
     for step, means in enumerate(gradients(len(METHODS), workers)):
         found, _ = on_device.average(means)
         for name, averager, its, mine in zip(METHODS, alone, means, found, strict=True):
@@ -78,17 +78,18 @@ def test_updates_and_statistics_are_those_of_each_run_by_itself(workers):
 def test_samples_are_counted_where_many_coordinates_are_wanted():
     methods, dim = {"exdyna": {"density": 0.4}, "micro": {"density": 0.5}, "exdyna, warm-up": WARM}, 50_000
     alone, together = averagers(methods, 4, dim), averagers(methods, 4, dim)
-    on_device = OnDevice(together, torch.device("cpu"))
+    on_device = OnDevice(together, CPU)
     for means in gradients(len(methods), 4, dim, steps=6):
         expected = torch.stack([averager.average(its)[0] for averager, its in zip(alone, means, strict=True)])
         torch.testing.assert_close(on_device.average(means)[0], expected, rtol=1e-6, atol=0)
 
 
-def test_one_run_whose_gradients_are_not_finite_ends_alone():
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_one_run_whose_gradients_are_not_finite_ends_alone(value):
     methods = {"exdyna": {}, "exdyna, few": {"density": 0.002}, "topk": {}, "deft": {}, "micro": {}, "fp16": {}}
-    on_device, alone = OnDevice(averagers(methods, 2), torch.device("cpu")), averagers(methods, 2)
+    on_device, alone = OnDevice(averagers(methods, 2), CPU), averagers(methods, 2)
     for means in gradients(len(methods), 2, steps=3):
-        means[1, 0, 5] = torch.inf
+        means[1, 0, 5] = value
         for number, (averager, found) in enumerate(zip(alone, on_device.average(means)[0], strict=True)):
             assert found.isnan().all() if number == 1 else torch.equal(found, averager.average(means[number])[0])
 
@@ -102,7 +103,7 @@ def test_what_is_not_known_here_is_not_supported():
         "powersgd": {},
         "cltk": {},
     }
-    assert not any(supported([averager], torch.float32) for averager in averagers(methods, 2))
+    assert not any(supported([averager], torch.float32, CPU) for averager in averagers(methods, 2))
     for some, expected in ((methods, False), (METHODS, True)):
         found = [known(SPARSIFIERS[name.split(",")[0]], {"threshold": "counted"} | its) for name, its in some.items()]
         assert set(found) == {expected}
@@ -111,8 +112,8 @@ def test_what_is_not_known_here_is_not_supported():
 def test_runs_without_checkpoints_have_no_state():
     run = TrainingRun(("task=lr_hmda", "data=embedded", "workers=2", "sparsifier=topk", "device=cpu"), 0)
     composed = compose(list(run.overrides))
-    task = make_task(composed.config, composed.source, torch.device("cpu"))
-    trainer = Trainer([Member(composed, task, WorkerGroup(2), torch.device("cpu"))], saved=False)
+    task = make_task(composed.config, composed.source, CPU)
+    trainer = Trainer([Member(composed, task, WorkerGroup(2), CPU)], saved=False)
     with pytest.raises(CdgrabError, match="no state to save"):
         trainer.state_dicts()
     with pytest.raises(CdgrabError, match="no state to save or to load"):
@@ -131,7 +132,7 @@ def test_matched_topk_matches_small_densities():
 
 def test_all_that_a_step_changes_is_changed_in_place():
     """Else a captured step would go on from where it was captured."""
-    on_device = OnDevice(averagers(METHODS, 3), torch.device("cpu"))
+    on_device = OnDevice(averagers(METHODS, 3), CPU)
     first, second, *_ = gradients(len(METHODS), 3)
     before = [(tensor, tensor.clone()) for tensor in on_device.tensors()]
     on_device.average(first)
@@ -166,12 +167,45 @@ def _training(common, method):
     return TrainingRun((*common, "task.momentum=0", f"sparsifier={name}", *options), 0, lambda epochs: epochs)
 
 
-def test_ranks_and_counts_are_those_of_sorting_each_group():
-    groups = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]])
-    magnitudes = torch.tensor([[0.5, 2.0, 0.0, 3e38, 1e-38], [7.0, 1.0, 4.0, 2.0, 3.0]])
-    ranking = Ranking(groups, magnitudes, torch.tensor([0, 2, 5, 6]))
-    assert ranking.ranks().tolist() == [[1, 0, 2, 0, 1], [0, 3, 0, 2, 1]]
-    assert ranking.reaching(torch.tensor([0, 1, 2, 3]), torch.tensor([0.5, 1.0, 8.0, 2.0])).tolist() == [2, 1, 0, 3]
+def counted(magnitudes, starts, ends, wanted):
+    """The largest, one group after the other; of equal ones the first."""
+    taken = torch.zeros_like(magnitudes, dtype=torch.bool)
+    for start, end, most in zip(starts.tolist(), ends.tolist(), wanted.tolist(), strict=True):
+        order = magnitudes.flatten()[start:end].argsort(descending=True, stable=True)
+        taken.flatten()[start + order[:most]] = True
+    return taken
+
+
+@pytest.mark.parametrize("dim", [7, 300])
+def test_the_largest_of_each_group_are_those_of_sorting_it(dim):
+    generator = torch.Generator().manual_seed(dim)
+    magnitudes = torch.randn(2, dim, generator=generator).abs() ** 9
+    magnitudes[0, ::3], magnitudes[1, ::2] = magnitudes[0, 0], 0
+    starts, ends = torch.tensor([0, 2, dim, 2 * dim - 1]), torch.tensor([2, dim, 2 * dim - 1, 2 * dim])
+    group = torch.repeat_interleave(torch.arange(4), ends - starts)
+    groups = Groups(magnitudes, starts, ends)
+    for share in (0, 0.1, 0.3, 0.7, 1):
+        wanted = (share * (ends - starts)).long()
+        values, places = (each[group].view_as(magnitudes) for each in groups.largest(wanted))
+        assert torch.equal(among(magnitudes, values, places), counted(magnitudes, starts, ends, wanted))
+    values, places = groups.largest(wanted // 2, idle=torch.tensor([True, False, True, False]))
+    taken = among(magnitudes, values[group].view_as(magnitudes), places[group].view_as(magnitudes))
+    expected = counted(magnitudes, starts, ends, wanted // torch.tensor([1, 2, 1, 2]))
+    assert torch.equal(taken, expected)
+
+
+def test_the_kernel_counts_as_the_loop_does(triton_device):
+    kernels = pytest.importorskip("experiments.training.on_device.counting_kernels")
+    magnitudes = torch.randn(2, 700, generator=torch.Generator().manual_seed(0)).abs().round(decimals=1)
+    starts, ends = torch.tensor([0, 0, 690, 700, 900]), torch.tensor([700, 5, 700, 700, 1400])
+    values = torch.tensor([0.0, 0.1, 0.3, 0.35, 1.0, 3e38, torch.nan]).repeat(5, 20)
+    groups = Groups(magnitudes, starts, ends)
+    for idle in (None, torch.tensor([False, False, True, False, False])):
+        for tried, places in ((values, None), (values[:, 2:3], torch.arange(0, 720, 30).repeat(5, 1))):
+            given = [None if each is None else each.to(triton_device) for each in (tried, idle, places)]
+            where = (each.to(triton_device) for each in (magnitudes.flatten(), starts, ends))
+            found = kernels.count(*where, 700, *given)
+            assert torch.equal(found.cpu().long(), groups._count(tried, idle, places))
 
 
 def test_partitions_and_shares_are_those_of_the_library():

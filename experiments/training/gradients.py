@@ -206,13 +206,13 @@ def summed(compute: GradientFunction, workers: int | None) -> Callable[..., tupl
 
     def function(*inputs: Tensor) -> tuple[Tensor, ...]:
         unit_gradients, worker_means, *rest = compute(*inputs)
-        total = tree_sum(worker_means) if worker_means.dim() == 2 else _sum_by_run(worker_means)
+        total = tree_sum(worker_means) if worker_means.dim() == 2 else sum_by_run(worker_means)
         return unit_gradients, total if workers is None else total / workers, *rest
 
     return function
 
 
-def _sum_by_run(rows: Tensor) -> Tensor:
+def sum_by_run(rows: Tensor) -> Tensor:
     """[runs, workers, dim] -> [runs, dim], by one kernel where there is one; what `vmap` looks through has none."""
     first, kernel = rows.transpose(0, 1), optional("tree") if rows.is_cuda else None
     return kernel.tree_sum(first) if kernel and kernel.takes(first) else tree_sum(first)

@@ -119,7 +119,7 @@ class Trainer:
 
     def _sparse_means(self, captured: bool) -> SparseMeans | OnDevice:
         averagers = [member.sparse_mean for member in self.members]
-        if captured and not self._saves and supported(averagers, DTYPES[self.config.task.dtype]):
+        if captured and not self._saves and supported(averagers, DTYPES[self.config.task.dtype], self.device):
             return OnDevice(averagers, self.device)
         return SparseMeans(averagers)
 

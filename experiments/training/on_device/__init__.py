@@ -7,6 +7,7 @@ its own; a study that hosts all workers of many small runs would do nothing but 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,9 +32,11 @@ KINDS: dict[type[Compressor], type[Kind]] = {
 MAY_DIFFER = ("error_feedback", *UNSAID)
 
 
-def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype) -> bool:
+def supported(averagers: Sequence[SparseAverager], dtype: torch.dtype, device: torch.device) -> bool:
+    if dtype != torch.float32 or (device.type != "cpu" and not find_spec("triton")):
+        return False
     each = [averager.sparsifier for averager in averagers]
-    return dtype == torch.float32 and all(known(type(one), vars(one)) and one.dim >= one.workers for one in each)
+    return all(known(type(one), vars(one)) and one.dim >= one.workers for one in each)
 
 
 def known(sparsifier: type[Compressor], options: Mapping[str, object]) -> bool:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdgrab.runtime.mean import tree_sum
 from cdgrab.sparsify import Sparsifier
 from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.base import wanted
+from experiments.training.gradients import sum_by_run
 
 INDEX, COUNT, VALUE = 4, 4, 4  # bytes of a coordinate's number, of how many there are, and of a gradient's number
 
@@ -71,10 +71,10 @@ class Kind:
     def average(self, gradients: Tensor) -> Tensor:
         """The updates [runs, dim] from the workers' gradients [runs, workers, dim]; NaN for a run whose gradients are
         not finite, which ends it."""
-        finite = gradients.abs().amax((1, 2)).isfinite()
+        finite = are_finite(gradients)
         accumulated = self._accumulated(gradients)
         found = self.select(accumulated)
-        mean = tree_sum(accumulated.movedim(1, 0)) / self.workers
+        mean = sum_by_run(accumulated) / self.workers
         update = mean.masked_fill(~found.union, 0)
         self._residual.masked_fill_(found.union[:, None] | ~self._feedback, 0)
         if self._momentum is not None:
@@ -112,3 +112,8 @@ class Kind:
         for place, name in enumerate(LOGGED):
             if numbers[name] is not None:
                 self.sums[:, place] += numbers[name]
+
+
+def are_finite(gradients: Tensor) -> Tensor:
+    """Whether those of each run [runs, workers, dim] are; each is read once and nothing of their size is written."""
+    return torch.linalg.vector_norm(gradients, torch.inf, dim=(1, 2)).isfinite()

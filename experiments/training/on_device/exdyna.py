@@ -17,7 +17,7 @@ from cdgrab.sparsify.exdyna import AIM_GAIN, COUNTED, KEPT_LOAD, MOST_AIM, ExDyn
 from cdgrab.sparsify.partitions import TOLERANCE
 from cdgrab.sparsify.threshold import CLOSER, COARSE, FINE, LARGEST, MANY, NEAR, SMALLEST
 from experiments.training.on_device.base import INDEX, Kind, Selection
-from experiments.training.on_device.ranking import Ranking
+from experiments.training.on_device.counting import Groups, among
 
 RULES, THRESHOLDS = ("balanced", "paper", "static"), ("counted", "paper")  # that are known here
 LEVELS = CLOSER + 1  # grids, each finer than the last, in which a threshold is looked for
@@ -41,31 +41,38 @@ class ExDynas(Kind):
         coarse = torch.tensor(thresholds.grid(SMALLEST, LARGEST, COARSE), dtype=torch.float64, device=device)
         self._coarse = coarse.repeat(self.runs, 1)
         self._coordinates = torch.arange(self.dim, device=device).repeat(self.runs, 1)
-        # partitions of all runs are numbered one after the other
-        self._groups = torch.arange(self.runs * self.workers, device=device).view(self.runs, -1)
+        self._rows = self.dim * torch.arange(self.runs, device=device)  # where each run's begins
 
     def select(self, accumulated: Tensor) -> Selection:
         cuts = self._edges.gather(1, pad(self._lengths.cumsum(1), (1, 0)))  # of the partitions [runs, workers + 1]
         partition = torch.searchsorted(cuts[:, 1:-1].contiguous(), self._coordinates, right=True)  # [runs, dim]
         owner = (partition - self.iteration) % self.workers
         magnitudes = accumulated.gather(1, owner[:, None])[:, 0].abs()
-        starts = (cuts[:, :-1] + self.dim * torch.arange(self.runs, device=self.device)[:, None]).flatten()
-        ranking = Ranking(partition + self._groups[:, :1], magnitudes, starts)
         sent = 0
         if self._counts:
-            counted = self._sampled(magnitudes, cuts, partition, starts) if self._samples else ranking
-            value, sent = self._counted(lambda values: self._reaching(counted, values))
+            counted = self._sampled(magnitudes, cuts, partition) if self._samples else magnitudes
+            value, sent = self._counted(Groups(counted, self._rows, self._rows + self.dim).reaching)
             self._value.copy_(value)
         union = magnitudes >= self._value.float()[:, None]
-        if self._rule == "balanced":
-            union &= ranking.ranks() < self.now(self._most)[:, None]
-        sizes = cuts.diff(dim=1)
         counts = counts_between(union, cuts)
+        if self._rule == "balanced":
+            most = self.now(self._most)[:, None]
+            union &= self._largest(magnitudes, cuts, partition, most.expand_as(counts), counts <= most)
+            counts = counts.minimum(most)
+        sizes = cuts.diff(dim=1)
         empty = (counts == 0) & (sizes > 0)  # such a worker sends one in turn
         turn = (cuts[:, :-1] + self.iteration % sizes.clamp(min=1)).masked_fill(~empty, self.dim)
         union = pad(union, (0, 1)).scatter_(1, turn, True)[:, :-1]
         own = (self.iteration + torch.arange(self.workers, device=self.device)) % self.workers
         return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value)
+
+    def _largest(self, magnitudes: Tensor, cuts: Tensor, partition: Tensor, most: Tensor, fit: Tensor) -> Tensor:
+        """Which coordinates are among the `most` [runs, workers] largest of their partitions; where those that are
+        selected `fit`, all are."""
+        edges = (cuts + self._rows[:, None])[:, None].unfold(2, 2, 1)  # where each partition begins and ends
+        starts, ends = edges.flatten(0, 2).unbind(1)
+        found = Groups(magnitudes, starts, ends).largest(most.flatten(), fit.flatten())
+        return among(magnitudes, *(each.view_as(most).gather(1, partition) for each in found))
 
     # -- threshold ----------------------------------------------------------------------------------------------------
 
@@ -74,29 +81,25 @@ class ExDynas(Kind):
         """Of so many coordinates, one is counted; [runs]."""
         return (self.targets // COUNTED).clamp(min=1) | 1
 
-    def _sampled(self, magnitudes: Tensor, cuts: Tensor, partition: Tensor, starts: Tensor) -> Ranking:
-        """Of those that are counted; the others come last, as zeros."""
+    def _sampled(self, magnitudes: Tensor, cuts: Tensor, partition: Tensor) -> Tensor:
+        """Zeros in place of those that are not counted."""
         every = self._every[:, None]
         counted = (self._coordinates - cuts.gather(1, partition)) % every == self.iteration % every
-        return Ranking(partition + self._groups[:, :1], magnitudes.masked_fill(~counted, 0), starts)
+        return magnitudes.masked_fill(~counted, 0)
 
-    def _reaching(self, counted: Ranking, values: Tensor) -> Tensor:
-        """How many of all partitions reach each of some values [runs, values]."""
-        return counted.reaching(self._groups[..., None], values[:, None]).sum(1)
-
-    def _counted(self, count: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _counted(self, count: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """The values that the wanted numbers of coordinates reach, [runs], and the bytes sent to find them; as
         `cdgrab.sparsify.threshold.counted_threshold`, with all its cases computed. count: how many reach each of some
-        values [runs, values]."""
+        values [runs, values], where a run's are wanted."""
         wanted, last = (self._aim * self.targets / self._every)[:, None], self._value[:, None]
         fine, coarse = (summed_bytes(self.workers, INDEX * size) for size in (FINE, COARSE))
         near, began = _grid((last / NEAR).clamp(min=SMALLEST), last * NEAR), self.iteration > 0
         reached = count(near.float())
         low_enough = (reached[:, :1] >= wanted) | (near[:, :1] == SMALLEST)
         close = began & low_enough & (reached[:, -1:] < wanted)
-        low, high, _, _, somewhere = _bracket(self._coarse, count(self._coarse.float()), wanted)
+        low, high, _, _, somewhere = _bracket(self._coarse, count(self._coarse.float(), close[:, 0]), wanted)
         far = _grid(low, high)
-        values, reached = torch.where(close, near, far), torch.where(close, reached, count(far.float()))
+        values, reached = torch.where(close, near, far), torch.where(close, reached, count(far.float(), close[:, 0]))
         looked = began * fine + ~close * (coarse + somewhere * fine)
         done, found = ~(close | somewhere), torch.full_like(last, SMALLEST)
         for level in range(LEVELS):
@@ -107,7 +110,7 @@ class ExDynas(Kind):
             done = done | ~inside | few
             if level + 1 < LEVELS:
                 values = _grid(low, high)
-                reached = count(values.float())
+                reached = count(values.float(), done[:, 0])
                 looked = looked + ~done * fine
         return found[:, 0], looked[:, 0]
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cdgrab.runtime.mean import tree_sum
 from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.compressor import rounded, summed_bytes
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.peers import HalfPrecision
-from experiments.training.on_device.base import Kind, Selection
-from experiments.training.on_device.ranking import Ranking
+from experiments.training.gradients import sum_by_run
+from experiments.training.on_device.base import Kind, Selection, are_finite
+from experiments.training.on_device.counting import Groups, among
 
 
 class TopKs(Kind):
@@ -23,10 +23,11 @@ class TopKs(Kind):
         return self.targets
 
     def select(self, accumulated: Tensor) -> Selection:
-        rows = torch.arange(self.runs * self.workers, device=self.device)
-        groups, most = rows.view(self.runs, self.workers, 1).expand_as(accumulated), self.most()
-        taken = Ranking(groups, accumulated.abs(), self.dim * rows).ranks() < most[:, None, None]
-        return Selection(taken.any(1), most[:, None].expand(-1, self.workers))
+        starts = self.dim * torch.arange(self.runs * self.workers, device=self.device)
+        magnitudes, most = accumulated.abs(), self.most()[:, None].expand(-1, self.workers)
+        found = Groups(magnitudes, starts, starts + self.dim).largest(most.flatten())
+        values, places = (each.view(self.runs, self.workers, 1) for each in found)
+        return Selection(among(magnitudes, values, places).any(1), most)
 
 
 class Defts(Kind):
@@ -35,10 +36,8 @@ class Defts(Kind):
         self._pieces = sparsifiers[0].pieces
         self._sizes = torch.tensor([end - start for start, end in self._pieces], device=device)
         self._piece = torch.repeat_interleave(torch.arange(len(self._pieces), device=device), self._sizes)  # [dim]
-        runs = torch.arange(self.runs, device=device)[:, None]
-        self._groups = self._piece + len(self._pieces) * runs  # pieces of all runs are numbered one after the other
-        starts = torch.tensor([start for start, _ in self._pieces], device=device)
-        self._starts = (starts + self.dim * runs).flatten()
+        runs = torch.arange(self.runs, device=device)[:, None, None]
+        self._starts, self._ends = (torch.tensor(self._pieces, device=device) + self.dim * runs).flatten(0, 1).unbind(1)
         self._norms_bytes = math.ceil((self.workers - 1) * 8 * len(self._pieces) / self.workers)
 
     def select(self, accumulated: Tensor) -> Selection:
@@ -48,7 +47,9 @@ class Defts(Kind):
         costs = self._sizes * counts.clamp(min=2).double().log2() * (counts > 0)
         owners = dealt(costs, self.workers)
         magnitudes = accumulated.gather(1, owners[:, None, self._piece])[:, 0].abs()
-        union = Ranking(self._groups, magnitudes, self._starts).ranks() < counts[:, self._piece]
+        found = Groups(magnitudes, self._starts, self._ends).largest(counts.flatten())
+        values, places = (each.view_as(counts)[:, self._piece] for each in found)
+        union = among(magnitudes, values, places)
         by_worker = counts.new_zeros(self.runs, self.workers).scatter_add_(1, owners, counts)
         return Selection(union, by_worker, self._norms_bytes)
 
@@ -93,9 +94,8 @@ class Halves(Kind):
 
     def average(self, gradients: Tensor) -> Tensor:
         half, own = torch.float16, gradients.dtype
-        mean = tree_sum(rounded(gradients, half).to(own).movedim(1, 0)) / self.workers
+        mean = sum_by_run(rounded(gradients, half).to(own)) / self.workers
         sent = self.workers - 1 + summed_bytes(self.workers, half.itemsize * self.dim)
         self._add(density=1.0, imbalance=0.0, threshold=None, bytes=sent)
         self.iteration += 1
-        finite = gradients.abs().amax((1, 2)).isfinite()
-        return rounded(mean, half).to(own).masked_fill(~finite[:, None], torch.nan)
+        return rounded(mean, half).to(own).masked_fill(~are_finite(gradients)[:, None], torch.nan)
