@@ -13,9 +13,11 @@ from experiments.training.config import compose
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, known, supported
-from experiments.training.on_device.counting import Groups, among
+from experiments.training.on_device.counting import Groups, among, counts_between
 from experiments.training.on_device.exdyna import balanced, rebalanced
+from experiments.training.on_device.partitions import Partitions, forget
 from experiments.training.on_device.peers import allotted, dealt
+from experiments.training.on_device.whole import orthonormal
 
 STEPS, DIM, CPU = 40, 900, torch.device("cpu")
 WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
@@ -84,6 +86,35 @@ def test_samples_are_counted_where_many_coordinates_are_wanted():
         torch.testing.assert_close(on_device.average(means)[0], expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("more", [{}, {"error_feedback": False}, {"shapes": [[900]]}])
+def test_factors_of_low_rank_are_those_of_each_run_by_itself(workers, more):
+    """Up to the rounding of orthogonal columns, which are found in another way."""
+    shapes = {"shapes": [[20, 5, 5], [20], [19, 20]]}
+    methods = {"powersgd": shapes | more, "powersgd, again": shapes | more, "powersgd, 3": shapes | more | {"rank": 3}}
+    alone, together = averagers(methods, workers), averagers(methods, workers)
+    on_device = OnDevice(together, CPU)
+    for step, means in enumerate(gradients(len(methods), workers, steps=12)):
+        means[:, :, 520:] *= step > 1  # a matrix of zeros has no directions
+        found, _ = on_device.average(means)
+        for averager, its, mine in zip(alone, means, found, strict=True):
+            expected = averager.average(its)[0]
+            torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    on_device.collect()
+    for one, other in zip(alone, together, strict=True):
+        assert other.epoch_means() == pytest.approx(one.epoch_means(), rel=1e-9)
+
+
+def test_columns_are_orthonormal_and_span_the_same():
+    matrices = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(0))
+    matrices[1, :, 2] = 3 * matrices[1, :, 0]  # depends on another
+    matrices[2, :, 1] = matrices[2, :, 0] + 1e-4 * matrices[2, :, 1]  # nearly does
+    found = orthonormal(matrices)
+    torch.testing.assert_close(found.mT @ found, torch.eye(4).expand(3, -1, -1), rtol=0, atol=1e-5)
+    within = found @ (found.mT @ matrices)
+    torch.testing.assert_close(within, matrices, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_one_run_whose_gradients_are_not_finite_ends_alone(value):
     methods = {"exdyna": {}, "exdyna, few": {"density": 0.002}, "topk": {}, "deft": {}, "micro": {}, "fp16": {}}
@@ -100,7 +131,6 @@ def test_what_is_not_known_here_is_not_supported():
         "exdyna, fixed": {"threshold": "fixed"},
         "exdyna, relative": {"rule": "relative"},
         "exdyna, faithful": {"faithful": True, "blocks": 16},
-        "powersgd": {},
         "cltk": {},
     }
     assert not any(supported([averager], torch.float32, CPU) for averager in averagers(methods, 2))
@@ -203,9 +233,40 @@ def test_the_kernel_counts_as_the_loop_does(triton_device):
     for idle in (None, torch.tensor([False, False, True, False, False])):
         for tried, places in ((values, None), (values[:, 2:3], torch.arange(0, 720, 30).repeat(5, 1))):
             given = [None if each is None else each.to(triton_device) for each in (tried, idle, places)]
-            where = (each.to(triton_device) for each in (magnitudes.flatten(), starts, ends))
-            found = kernels.count(*where, 700, *given)
+            where = (each.to(triton_device) for each in torch.stack([starts, ends], dim=1).unbind(1))
+            found = kernels.count(magnitudes.flatten().to(triton_device), *where, 700, *given)
             assert torch.equal(found.cpu().long(), groups._count(tried, idle, places))
+    cuts = torch.tensor([[0, 3, 3, 650, 700], [0, 0, 699, 700, 700]])
+    found = kernels.counts_between((magnitudes > 1).to(triton_device), cuts.to(triton_device))
+    assert torch.equal(found.cpu(), counts_between(magnitudes > 1, cuts))
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_kernels_of_partitions_do_what_plain_operations_do(triton_device, workers):
+    kernels = pytest.importorskip("experiments.training.on_device.partition_kernels")
+    generator, dim, runs = torch.Generator().manual_seed(workers), 1500, 3
+    accumulated = torch.randn(runs, workers, dim, generator=generator).round(decimals=1)
+    inner = torch.randint(1, dim, (runs, workers - 1), generator=generator).sort(dim=1).values
+    cuts = torch.cat([torch.zeros(runs, 1).long(), inner, torch.full((runs, 1), dim)], dim=1)
+    every, iteration, where = torch.tensor([1, 3, 7]), torch.tensor(11), torch.tensor([True, False, True])
+    most = torch.randint(0, dim // workers, (runs, workers), generator=generator)
+    plain = Partitions(cuts, dim, iteration)
+
+    def on_device(kernel, *tensors):
+        return kernel(*(tensor.to(triton_device) for tensor in tensors)).cpu()
+
+    seen = plain.seen_by_owners(accumulated)
+    assert torch.equal(on_device(kernels.seen_by_owners, accumulated, cuts, iteration), seen)
+    assert torch.equal(on_device(kernels.sampled, seen, cuts, every, iteration), plain.sampled(seen, every))
+    starts, ends = (dim * torch.arange(runs)[:, None] + cuts).unfold(1, 2, 1).flatten(0, 1).unbind(1)
+    found = (each.view(runs, -1) for each in Groups(seen, starts, ends).largest(most.flatten()))
+    union = plain.largest(seen, most, torch.zeros_like(most, dtype=torch.bool))
+    assert torch.equal(on_device(kernels.among, seen, cuts, *found), union)
+    for otherwise in (False, True):
+        expected, vectors = accumulated.clone(), accumulated.clone().to(triton_device)
+        forget(expected, union, where, otherwise)
+        kernels.forget(vectors, union.to(triton_device), where.to(triton_device), otherwise)
+        assert torch.equal(vectors.cpu(), expected)
 
 
 def test_partitions_and_shares_are_those_of_the_library():

@@ -43,7 +43,7 @@ from experiments.training.composition import compose_config
 from experiments.training.config import flatten
 
 Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
-ADDED_TO = ("sorters", "references", "sparse")  # settings: lists of what is trained with
+ADDED_TO = ("sorters", "references", "sparse", "few")  # settings: lists of what is trained with
 NOT_SETTINGS = ("title", "question", "sizes", "only")  # of a yaml: words, how sizes differ, cells to carry out now
 
 

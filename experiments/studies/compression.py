@@ -47,7 +47,6 @@ EVEN = 0.2  # imbalance of the workers' loads
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes
-ASKING, FEW = ("powersgd",), 2  # methods that wait for the GPU gain little by training together
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -78,10 +77,15 @@ def reference(settings: DictConfig, name: str) -> str | None:
 
 def runs(settings: DictConfig, name: str) -> Iterator[tuple[str, str]]:
     """Methods and sorters of a cell: all methods in random orders, some in CD-GraB's, too."""
-    for method in settings.sparse if "density" in settings.cells[name] else settings.references:
+    for method in methods(settings, name) if "density" in settings.cells[name] else settings.references:
         yield method, BASELINE
         if method in settings.ordered:
             yield method, BALANCED
+
+
+def methods(settings: DictConfig, name: str) -> list[str]:
+    """Of a cell with a density."""
+    return list(settings[settings.cells[name].get("methods", "sparse")])
 
 
 def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[str]:
@@ -101,8 +105,7 @@ def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[st
         options["warm_up_steps"] = model["warm_up_steps"]
     chosen = ",".join([kind, *(f"{key}={value}" for key, value in options.items())])
     run = overrides(settings, model["task"], sorter, workers=own.workers, **changes)
-    together = min(settings.replicas[own.model], FEW) if kind in ASKING else settings.replicas[own.model]
-    return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={together}"]
+    return [*sparsifiers.sparsified(run, chosen, own.get("density")), f"replicas={settings.replicas[own.model]}"]
 
 
 def with_bytes(epochs: list[dict]) -> dict[str, list]:
@@ -181,7 +184,7 @@ def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> I
 
 
 def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iterator[Verdict]:
-    where, there = cell_label(settings, losses.cell), set(settings.sparse)
+    where, there = cell_label(settings, losses.cell), set(methods(settings, losses.cell))
     for method in (method for method in (OURS, PUBLISHED, BOTH, OURS + CALM) if method in there):
         yield _near(where, losses, method)
     pairs = [(OURS, other) for other in (TOPK, "deft", "micro", PUBLISHED, FORGETFUL)]

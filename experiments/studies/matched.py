@@ -12,6 +12,7 @@ from cdgrab.sparsify.simple import TopK
 from cdgrab.sparsify.threshold import largest
 from experiments.training.on_device import KINDS
 from experiments.training.on_device.base import Selection
+from experiments.training.on_device.counting import how_many
 from experiments.training.on_device.peers import TopKs
 
 MATCHED = "topk_matched"
@@ -52,7 +53,7 @@ class MatchedTopKs(TopKs):
         return self._largest.round().long()
 
     def learn(self, found: Selection) -> None:
-        density = (found.union.sum(1).double() / self.dim).clamp(min=1 / self.dim)
+        density = (how_many(found.union).double() / self.dim).clamp(min=1 / self.dim)
         wanted = (self.now(self._densities) / density) ** FOLLOWING
         self._largest.mul_(wanted * self.now(self._change)).clamp_(1, self.dim)
 

@@ -16,11 +16,12 @@ from cdgrab.sparsify import SparseAverager
 from cdgrab.sparsify.compressor import UNSAID, Compressor
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
-from cdgrab.sparsify.peers import HalfPrecision
+from cdgrab.sparsify.peers import HalfPrecision, PowerSGD
 from cdgrab.sparsify.simple import TopK
 from experiments.training.on_device.base import Kind
 from experiments.training.on_device.exdyna import RULES, THRESHOLDS, ExDynas
-from experiments.training.on_device.peers import Defts, Halves, TopKs
+from experiments.training.on_device.peers import Defts, TopKs
+from experiments.training.on_device.whole import Halves, PowerSgds
 
 KINDS: dict[type[Compressor], type[Kind]] = {
     ExDyna: ExDynas,
@@ -28,6 +29,7 @@ KINDS: dict[type[Compressor], type[Kind]] = {
     TopK: TopKs,
     DEFT: Defts,
     HalfPrecision: Halves,
+    PowerSGD: PowerSgds,
 }
 MAY_DIFFER = ("error_feedback", *UNSAID)
 
@@ -58,7 +60,7 @@ class OnDevice:
         together: dict[str, list[int]] = {}
         for number, averager in enumerate(averagers):
             together.setdefault(_likeness(averager.sparsifier), []).append(number)
-        self._rows = [torch.tensor(rows, device=device) for rows in together.values()]
+        self._rows = list(together.values())
         self._kinds = [
             KINDS[type(averagers[rows[0]].sparsifier)]([averagers[row].sparsifier for row in rows], device)
             for rows in together.values()
@@ -69,20 +71,21 @@ class OnDevice:
         return [tensor for kind in self._kinds for tensor in kind.tensors()]
 
     def average(self, worker_means: Tensor, want_shard: bool = False) -> tuple[Tensor, None]:
-        """The updates [..., dim] from the workers' mean gradients [..., workers, dim]. There is no shard."""
+        """The updates [..., dim] from the workers' mean gradients [..., workers, dim]; NaN for a run whose gradients
+        are not finite, which ends it. There is no shard."""
         means = worker_means.view(-1, *worker_means.shape[-2:])
-        if len(self._kinds) == 1:
-            return self._kinds[0].average(means).view(*worker_means.shape[:-2], -1), None
-        updates = means.new_empty(len(means), means.shape[-1])
+        finite = torch.linalg.vector_norm(means, torch.inf, dim=(1, 2)).isfinite()  # reads each once
+        each, updates = means.unbind(0), means.new_empty(len(means), means.shape[-1])
         for rows, kind in zip(self._rows, self._kinds, strict=True):
-            updates.index_copy_(0, rows, kind.average(means.index_select(0, rows)))
-        return updates.view(*worker_means.shape[:-2], -1), None
+            found = kind.average([each[row] for row in rows])
+            torch._foreach_copy_([updates[row] for row in rows], found.unbind(0))
+        return updates.masked_fill_(~finite[:, None], torch.nan).view(*worker_means.shape[:-2], -1), None
 
     def collect(self) -> None:
         """Waits for the device."""
         for rows, kind in zip(self._rows, self._kinds, strict=True):
             steps, sums = int(kind.iteration), kind.sums.tolist()
-            for row, its in zip(rows.tolist(), sums, strict=True):
+            for row, its in zip(rows, sums, strict=True):
                 self._averagers[row].add(steps, its)
             kind.sums.zero_()
 

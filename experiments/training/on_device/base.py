@@ -17,6 +17,8 @@ from cdgrab.sparsify import Sparsifier
 from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.base import wanted
 from experiments.training.gradients import sum_by_run
+from experiments.training.on_device.counting import how_many
+from experiments.training.on_device.partitions import forget
 
 INDEX, COUNT, VALUE = 4, 4, 4  # bytes of a coordinate's number, of how many there are, and of a gradient's number
 
@@ -32,18 +34,37 @@ class Selection(NamedTuple):
 
 
 class Kind:
+    """A subclass implements `average`."""
+
+    def __init__(self, runs: int, workers: int, dim: int, device: torch.device) -> None:
+        self.runs, self.workers, self.dim, self.device = runs, workers, dim, device
+        self.iteration = torch.zeros((), dtype=torch.long, device=device)
+        self.sums = torch.zeros(runs, len(LOGGED), dtype=torch.float64, device=device)  # since they were read
+
+    def average(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The updates [runs, dim] from the workers' gradients [workers, dim] of each run."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step changes, in place."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
+    def _add(self, **numbers: Tensor | float | None) -> None:
+        for place, name in enumerate(LOGGED):
+            if numbers[name] is not None:
+                self.sums[:, place] += numbers[name]
+
+
+class Sparse(Kind):
     """Sparsifiers that differ in density, warm-up, error feedback, and how they correct momentum, only. A subclass
     implements `select` and, if it adapts, `learn`."""
 
     def __init__(self, sparsifiers: Sequence[Sparsifier], device: torch.device) -> None:
-        first, self.device = sparsifiers[0], device
-        self.workers, self.dim, self.runs = first.workers, first.dim, len(sparsifiers)
-        self.iteration = torch.zeros((), dtype=torch.long, device=device)
-        self.sums = torch.zeros(self.runs, len(LOGGED), dtype=torch.float64, device=device)  # since they were read
-        self._feedback = self._each([each.error_feedback for each in sparsifiers])[:, None, None]
+        super().__init__(len(sparsifiers), sparsifiers[0].workers, sparsifiers[0].dim, device)
+        self._feedback = self._each([each.error_feedback for each in sparsifiers])
         self._correction = self._each([each.momentum_correction for each in sparsifiers], torch.float32)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
-        self._masking = self._each([each.momentum_masking for each in sparsifiers])[:, None, None]
+        self._masking = self._each([each.momentum_masking for each in sparsifiers])
         corrects = any(each.momentum_correction for each in sparsifiers)
         self._momentum = torch.zeros_like(self._residual) if corrects else None
         self._last = max(getattr(each, "warm_up_steps", 0) for each in sparsifiers)  # nothing changes after this step
@@ -55,10 +76,6 @@ class Kind:
         """[runs, ...]"""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def tensors(self) -> list[Tensor]:
-        """All that a step changes, in place."""
-        return [value for value in vars(self).values() if isinstance(value, Tensor)]
-
     def now(self, table: Tensor) -> Tensor:
         """The column [runs] of this step, of what is known beforehand [runs, steps]."""
         return table.index_select(1, self.iteration.clamp(max=self._last).view(1))[:, 0]
@@ -68,26 +85,26 @@ class Kind:
         """How many coordinates are wanted in this step, [runs]."""
         return self.now(self._targets)
 
-    def average(self, gradients: Tensor) -> Tensor:
-        """The updates [runs, dim] from the workers' gradients [runs, workers, dim]; NaN for a run whose gradients are
-        not finite, which ends it."""
-        finite = are_finite(gradients)
+    def average(self, gradients: Sequence[Tensor]) -> Tensor:
         accumulated = self._accumulated(gradients)
         found = self.select(accumulated)
         mean = sum_by_run(accumulated) / self.workers
         update = mean.masked_fill(~found.union, 0)
-        self._residual.masked_fill_(found.union[:, None] | ~self._feedback, 0)
+        forget(self._residual, found.union, self._feedback, otherwise=True)
         if self._momentum is not None:
-            self._momentum.masked_fill_(found.union[:, None] & self._masking, 0)
+            forget(self._momentum, found.union, self._masking, otherwise=False)
         self._record(found)
         self.learn(found)
         self.iteration += 1
-        return update.masked_fill(~finite[:, None], torch.nan)
+        return update
 
-    def _accumulated(self, gradients: Tensor) -> Tensor:
+    def _accumulated(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._momentum is None:
-            return self._residual.add_(gradients)
-        return self._residual.add_(self._momentum.mul_(self._correction).add_(gradients))
+            torch._foreach_add_(self._residual.unbind(0), gradients)
+            return self._residual
+        self._momentum.mul_(self._correction)
+        torch._foreach_add_(self._momentum.unbind(0), gradients)
+        return self._residual.add_(self._momentum)
 
     def select(self, accumulated: Tensor) -> Selection:
         """accumulated [runs, workers, dim]"""
@@ -97,7 +114,7 @@ class Kind:
         """Adapt to what was selected."""
 
     def _record(self, found: Selection) -> None:
-        others, counts, sent = self.workers - 1, found.counts, found.union.sum(1)
+        others, counts, sent = self.workers - 1, found.counts, how_many(found.union)
         longest, total = counts.amax(1), counts.sum(1)
         indices = others * (COUNT + INDEX * longest)
         values = 2 * others * (VALUE * sent) // self.workers
@@ -107,13 +124,3 @@ class Kind:
             threshold=found.threshold,
             bytes=others + found.bytes + indices + values,
         )
-
-    def _add(self, **numbers: Tensor | float | None) -> None:
-        for place, name in enumerate(LOGGED):
-            if numbers[name] is not None:
-                self.sums[:, place] += numbers[name]
-
-
-def are_finite(gradients: Tensor) -> Tensor:
-    """Whether those of each run [runs, workers, dim] are; each is read once and nothing of their size is written."""
-    return torch.linalg.vector_norm(gradients, torch.inf, dim=(1, 2)).isfinite()

@@ -7,11 +7,14 @@ On a GPU nothing is sorted and nothing is asked: a value is looked for four bits
 from __future__ import annotations
 
 from functools import cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BITS, DIGIT = 31, 4
+PIECE = 4096
 
 
 class Groups:
@@ -50,10 +53,7 @@ class Groups:
     def _count(self, values: Tensor, idle: Tensor | None, places: Tensor | None = None) -> Tensor:
         """places: of the coordinates before each of these [groups, places], those equal to the group's value."""
         if self._magnitudes.is_cuda:
-            from experiments.training.on_device import counting_kernels  # needs Triton
-
-            stretches = self._starts, self._ends, self._dim
-            return counting_kernels.count(self._magnitudes, *stretches, values, idle, places)
+            return _kernels().count(self._magnitudes, self._starts, self._ends, self._dim, values, idle, places)
         counts = torch.zeros((values if places is None else places).shape, dtype=torch.long)
         for group, some in enumerate(self._sorted):
             if idle is not None and idle[group]:
@@ -71,6 +71,19 @@ class Groups:
         return [self._magnitudes[start:end].sort().values for start, end in stretches]
 
 
+def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:
+    """How many are chosen between neighbouring cuts: [runs, dim], [runs, cuts] -> [runs, cuts - 1]."""
+    if chosen.is_cuda:
+        return _kernels().counts_between(chosen, cuts)
+    return pad(chosen.cumsum(1), (1, 0)).gather(1, cuts).diff(dim=1)
+
+
+def how_many(chosen: Tensor) -> Tensor:
+    """Of each run [runs, dim] are chosen; in pieces, which many programs of a GPU count."""
+    cuts = torch.arange(0, chosen.shape[1] + PIECE, PIECE, device=chosen.device).clamp(max=chosen.shape[1])
+    return counts_between(chosen, cuts.expand(len(chosen), -1)).sum(1)
+
+
 def among(magnitudes: Tensor, values: Tensor, places: Tensor) -> Tensor:
     """Which of the magnitudes [..., dim] are among the largest of their groups, whose values and places these are."""
     before = torch.arange(magnitudes.shape[-1], device=magnitudes.device) <= places
@@ -80,3 +93,9 @@ def among(magnitudes: Tensor, values: Tensor, places: Tensor) -> Tensor:
 def _digits(found: Tensor, shift: int, bits: int) -> Tensor:
     """What was found so far, with all digits but zero at the next place: [groups, digits]."""
     return found[:, None] + (torch.arange(1, 1 << bits, dtype=found.dtype, device=found.device) << shift)
+
+
+def _kernels() -> ModuleType:
+    from experiments.training.on_device import counting_kernels  # needs Triton
+
+    return counting_kernels

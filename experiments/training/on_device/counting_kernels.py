@@ -1,4 +1,4 @@
-"""A Triton kernel that counts, for many groups of coordinates at once."""
+"""Triton kernels that count, for many groups of coordinates at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 EACH = 8192  # coordinates for one program, at most
 AT_ONCE = 64  # values that they are compared with
 TILE = 4096  # comparisons at a time: what stays in registers
+BLOCK = 1024  # coordinates at a time, of which those are counted that are chosen
 
 
 def count(
@@ -29,9 +30,18 @@ def count(
     block = TILE // width
     coordinates = min(EACH, block * triton.cdiv(dim, block))
     _count[triton.cdiv(dim, coordinates), groups, triton.cdiv(each, width)](
-        counts, magnitudes, starts, ends, values.contiguous(), tried.contiguous(), starts if idle is None else idle,
-        each, coordinates, block, width, places is not None, idle is not None,
+        counts, magnitudes, starts.contiguous(), ends.contiguous(), values.contiguous(), tried.contiguous(),
+        starts if idle is None else idle.contiguous(), each, coordinates, block, width,
+        places is not None, idle is not None,
     )  # fmt: skip
+    return counts
+
+
+def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:
+    """See `experiments.training.on_device.counting`."""
+    runs, pieces = len(cuts), cuts.shape[1] - 1
+    counts = torch.empty(runs, pieces, dtype=torch.long, device=chosen.device)
+    _count_between[pieces, runs](counts, chosen.contiguous(), cuts.contiguous(), chosen.shape[1], BLOCK)
     return counts
 
 
@@ -62,3 +72,15 @@ def _count(
             else:
                 total += (found[:, None] >= wanted).to(tl.int32)
         tl.atomic_add(counts + here, tl.sum(total, axis=0), mask=real)
+
+
+@triton.jit
+def _count_between(counts, chosen, cuts, dim, BLOCK: tl.constexpr):
+    """One piece of one run."""
+    piece, pieces, run = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    start, end = tl.load(cuts + run * (pieces + 1) + piece), tl.load(cuts + run * (pieces + 1) + piece + 1)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for first in range(start, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(chosen + run * dim + at, mask=at < end, other=0).to(tl.int64)
+    tl.store(counts + run * pieces + piece, tl.sum(total, axis=0))

@@ -16,14 +16,15 @@ from cdgrab.sparsify.compressor import summed_bytes
 from cdgrab.sparsify.exdyna import AIM_GAIN, COUNTED, KEPT_LOAD, MOST_AIM, ExDyna
 from cdgrab.sparsify.partitions import TOLERANCE
 from cdgrab.sparsify.threshold import CLOSER, COARSE, FINE, LARGEST, MANY, NEAR, SMALLEST
-from experiments.training.on_device.base import INDEX, Kind, Selection
-from experiments.training.on_device.counting import Groups, among
+from experiments.training.on_device.base import INDEX, Selection, Sparse
+from experiments.training.on_device.counting import Groups, counts_between
+from experiments.training.on_device.partitions import Partitions
 
 RULES, THRESHOLDS = ("balanced", "paper", "static"), ("counted", "paper")  # that are known here
 LEVELS = CLOSER + 1  # grids, each finer than the last, in which a threshold is looked for
 
 
-class ExDynas(Kind):
+class ExDynas(Sparse):
     """All with the same of these RULES and THRESHOLDS, and as many blocks."""
 
     def __init__(self, sparsifiers: Sequence[ExDyna], device: torch.device) -> None:
@@ -40,24 +41,24 @@ class ExDynas(Kind):
         self._samples = bool((self._targets // COUNTED > 1).any())
         coarse = torch.tensor(thresholds.grid(SMALLEST, LARGEST, COARSE), dtype=torch.float64, device=device)
         self._coarse = coarse.repeat(self.runs, 1)
-        self._coordinates = torch.arange(self.dim, device=device).repeat(self.runs, 1)
         self._rows = self.dim * torch.arange(self.runs, device=device)  # where each run's begins
 
     def select(self, accumulated: Tensor) -> Selection:
-        cuts = self._edges.gather(1, pad(self._lengths.cumsum(1), (1, 0)))  # of the partitions [runs, workers + 1]
-        partition = torch.searchsorted(cuts[:, 1:-1].contiguous(), self._coordinates, right=True)  # [runs, dim]
-        owner = (partition - self.iteration) % self.workers
-        magnitudes = accumulated.gather(1, owner[:, None])[:, 0].abs()
+        first = pad(self._lengths.cumsum(1), (1, 0))  # block of each partition
+        cuts = self._edges.gather(1, first)  # of the partitions [runs, workers + 1]
+        partitions = Partitions(cuts, self.dim, self.iteration)
+        magnitudes = partitions.seen_by_owners(accumulated)
         sent = 0
         if self._counts:
-            counted = self._sampled(magnitudes, cuts, partition) if self._samples else magnitudes
+            counted = partitions.sampled(magnitudes, self._every) if self._samples else magnitudes
             value, sent = self._counted(Groups(counted, self._rows, self._rows + self.dim).reaching)
             self._value.copy_(value)
         union = magnitudes >= self._value.float()[:, None]
-        counts = counts_between(union, cuts)
+        in_blocks = counts_between(union, self._edges)  # short pieces, which many programs of a GPU count
+        counts = pad(in_blocks.cumsum(1), (1, 0)).gather(1, first).diff(dim=1)
         if self._rule == "balanced":
             most = self.now(self._most)[:, None]
-            union &= self._largest(magnitudes, cuts, partition, most.expand_as(counts), counts <= most)
+            union &= partitions.largest(magnitudes, most.expand_as(counts), counts <= most)
             counts = counts.minimum(most)
         sizes = cuts.diff(dim=1)
         empty = (counts == 0) & (sizes > 0)  # such a worker sends one in turn
@@ -66,26 +67,12 @@ class ExDynas(Kind):
         own = (self.iteration + torch.arange(self.workers, device=self.device)) % self.workers
         return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value)
 
-    def _largest(self, magnitudes: Tensor, cuts: Tensor, partition: Tensor, most: Tensor, fit: Tensor) -> Tensor:
-        """Which coordinates are among the `most` [runs, workers] largest of their partitions; where those that are
-        selected `fit`, all are."""
-        edges = (cuts + self._rows[:, None])[:, None].unfold(2, 2, 1)  # where each partition begins and ends
-        starts, ends = edges.flatten(0, 2).unbind(1)
-        found = Groups(magnitudes, starts, ends).largest(most.flatten(), fit.flatten())
-        return among(magnitudes, *(each.view_as(most).gather(1, partition) for each in found))
-
     # -- threshold ----------------------------------------------------------------------------------------------------
 
     @property
     def _every(self) -> Tensor:
         """Of so many coordinates, one is counted; [runs]."""
         return (self.targets // COUNTED).clamp(min=1) | 1
-
-    def _sampled(self, magnitudes: Tensor, cuts: Tensor, partition: Tensor) -> Tensor:
-        """Zeros in place of those that are not counted."""
-        every = self._every[:, None]
-        counted = (self._coordinates - cuts.gather(1, partition)) % every == self.iteration % every
-        return magnitudes.masked_fill(~counted, 0)
 
     def _counted(self, count: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """The values that the wanted numbers of coordinates reach, [runs], and the bytes sent to find them; as
@@ -142,11 +129,6 @@ def _bracket(values: Tensor, reached: Tensor, wanted: Tensor) -> tuple[Tensor, .
     inside = (place >= 0) & (place < values.shape[1] - 1)
     place = place.clamp(0, values.shape[1] - 2)
     return *(some.gather(1, at) for some in (values, reached) for at in (place, place + 1)), inside
-
-
-def counts_between(union: Tensor, cuts: Tensor) -> Tensor:
-    """How many are selected between neighbouring cuts: [runs, dim], [runs, cuts] -> [runs, cuts - 1]."""
-    return pad(union.cumsum(1), (1, 0)).gather(1, cuts).diff(dim=1)
 
 
 def paper_factor(ratio: Tensor) -> Tensor:

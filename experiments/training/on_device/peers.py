@@ -1,4 +1,4 @@
-"""Top-k, DEFT and fp16 of several runs together. See `cdgrab.sparsify` for what they do."""
+"""Top-k and DEFT of several runs together. See `cdgrab.sparsify` for what they do."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cdgrab.sparsify.averager import LOGGED
-from cdgrab.sparsify.compressor import rounded, summed_bytes
 from cdgrab.sparsify.deft import DEFT
-from cdgrab.sparsify.peers import HalfPrecision
-from experiments.training.gradients import sum_by_run
-from experiments.training.on_device.base import Kind, Selection, are_finite
+from experiments.training.on_device.base import Selection, Sparse
 from experiments.training.on_device.counting import Groups, among
 
 
-class TopKs(Kind):
+class TopKs(Sparse):
     def most(self) -> Tensor:
         """How many coordinates each worker selects, [runs]."""
         return self.targets
@@ -30,7 +26,7 @@ class TopKs(Kind):
         return Selection(among(magnitudes, values, places).any(1), most)
 
 
-class Defts(Kind):
+class Defts(Sparse):
     def __init__(self, sparsifiers: Sequence[DEFT], device: torch.device) -> None:
         super().__init__(sparsifiers, device)
         self._pieces = sparsifiers[0].pieces
@@ -82,20 +78,3 @@ def dealt(costs: Tensor, workers: int) -> Tensor:
         owners.scatter_(1, piece, owner)
         burden.scatter_add_(1, owner, costs.gather(1, piece))
     return owners
-
-
-class Halves(Kind):
-    """fp16"""
-
-    def __init__(self, compressors: Sequence[HalfPrecision], device: torch.device) -> None:
-        self.runs, self.workers, self.dim = len(compressors), compressors[0].workers, compressors[0].dim
-        self.iteration = torch.zeros((), dtype=torch.long, device=device)
-        self.sums = torch.zeros(self.runs, len(LOGGED), dtype=torch.float64, device=device)
-
-    def average(self, gradients: Tensor) -> Tensor:
-        half, own = torch.float16, gradients.dtype
-        mean = sum_by_run(rounded(gradients, half).to(own)) / self.workers
-        sent = self.workers - 1 + summed_bytes(self.workers, half.itemsize * self.dim)
-        self._add(density=1.0, imbalance=0.0, threshold=None, bytes=sent)
-        self.iteration += 1
-        return rounded(mean, half).to(own).masked_fill(~are_finite(gradients)[:, None], torch.nan)
