@@ -180,7 +180,8 @@ def test_runs_that_train_together_have_the_metrics_of_their_own_sparsifiers(monk
     common += ["task.dtype=float32", "task.batch=8", "task.limit=52"]
     methods = ["exdyna momentum_correction=0.5", "exdyna", "topk", "deft", "micro warm_up_steps=7"]
     methods += ["exdyna rule=paper threshold=paper"]
-    runs = [_training(common, f"{method} density=0.05") for method in methods] + [_training(common, "fp16")]
+    runs = [_training(common, f"{method} density=0.05") for method in methods]
+    runs += [_training(common, method) for method in ("fp16", "powersgd")]
     expected, made = train(runs), []
     monkeypatch.setattr(Trainer, "_can_capture", lambda trainer: made.append(trainer) or True)
     for found, alone in zip(train(runs), expected, strict=True):
