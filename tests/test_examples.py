@@ -12,6 +12,7 @@ from forked import elsewhere, started
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
+from cdgrab.dropin.refusals import refuse_wrappers
 from examples import resumable
 from experiments.store.files import ROOT
 
@@ -63,14 +64,25 @@ def test_a_recipe_that_is_run_by_its_name_finds_the_clone(path, monkeypatch):
 
 
 def test_wrappers_of_accelerate_that_divide_or_skip_batches_are_refused():
-    from accelerate import data_loader
-
+    wrappers = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
     sampler = OrderedBatchSampler(range(8), 2, sorter="d_rr")
-    with pytest.raises(CdgrabError, match="prepare the model and the optimiser only"):
-        next(iter(data_loader.BatchSamplerShard(sampler, 2, 0)))
+    loader = DataLoader(range(8), batch_sampler=sampler)
+    with pytest.raises(CdgrabError, match="prepare the model and the optimiser only"):  # before it has an `attach`
+        wrappers.prepare_data_loader(loader, num_processes=2, process_index=0)
     with pytest.raises(CdgrabError, match="ignore_data_skip=True"):
-        next(iter(data_loader.skip_first_batches(DataLoader(range(8), batch_sampler=sampler), 1)))
-    assert len(list(data_loader.prepare_data_loader(DataLoader(range(8), batch_sampler=sampler)))) == 4
+        next(iter(wrappers.skip_first_batches(loader, 1)))
+    assert len(list(wrappers.prepare_data_loader(loader))) == 4
+
+
+def test_a_loader_of_accelerate_that_reads_on_one_process_only_is_refused_on_several():
+    wrappers = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
+    sampler = OrderedBatchSampler(range(8), 2, sorter="d_rr")
+    reads_on_one = wrappers.prepare_data_loader(
+        DataLoader(range(8), batch_sampler=sampler), put_on_device=True, dispatch_batches=True
+    )
+    assert len(list(reads_on_one)) == 4  # one process gets everything
+    with pytest.raises(CdgrabError, match="prepare the model and the optimiser only"):
+        refuse_wrappers(sampler, 2)
 
 
 def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):

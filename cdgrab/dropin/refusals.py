@@ -16,9 +16,12 @@ from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.group import WorkerGroup
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
+DIVIDED = (
+    "accelerate's prepare(loader) would divide the batches a second time: prepare the model and the optimiser only, "
+    "then call sampler.attach(model), and move batches to accelerator.device in the loop"
+)
 WRAPPERS = {  # classes of accelerate
-    "BatchSamplerShard": "accelerate's prepare(loader) would divide the batches a second time: prepare the model and "
-    "the optimiser only",
+    "DataLoaderDispatcher": DIVIDED,  # process 0 reads its own share, and all train with that
     "SkipBatchSampler": "the sampler goes on by itself after load_state_dict: use no skip_first_batches, and "
     "ignore_data_skip=True with Trainer",
 }
@@ -117,13 +120,22 @@ def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter], names
             )
 
 
-def refuse_wrappers(sampler: object) -> None:
+def refuse_wrappers(sampler: object, processes: int) -> None:
     """They use a sampler just as loaders do, so that only a search among all objects finds them."""
     library = sys.modules.get("accelerate.data_loader")
-    sentences = {kind: sentence for name, sentence in WRAPPERS.items() if (kind := getattr(library, name, None))}
+    names = WRAPPERS if processes > 1 else WRAPPERS.keys() - {"DataLoaderDispatcher"}  # it hands one process everything
+    sentences = {kind: WRAPPERS[name] for name in names if (kind := getattr(library, name, None))}
     for found in gc.get_referrers(*sentences) if sentences else ():  # objects refer to their classes
         if type(found) in sentences and found.batch_sampler is sampler:
             raise CdgrabError(sentences[type(found)])
+
+
+def refuse_division(reader: FrameType) -> None:
+    """accelerate's prepare reads the settings of a batch sampler when it wraps it. To refuse it at that moment is to
+    come before `loader.batch_sampler.attach(model)`, which would fail in the wrapper, without a word of ours."""
+    wrapper, library = reader.f_locals.get("self"), sys.modules.get("accelerate.data_loader")
+    if isinstance(wrapper, getattr(library, "BatchSamplerShard", ())):
+        raise CdgrabError(DIVIDED)
 
 
 def refuse_batches_of_batches(sampler: object, caller: FrameType) -> None:

@@ -79,7 +79,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         one_of("drop_last", drop_last, (True, False))
         self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
-        self.unit, self.drop_last, self.group = unit, drop_last, one_worker_per_process(process_group)
+        self.unit, self._drop_last, self.group = unit, drop_last, one_worker_per_process(process_group)
         refusals.refuse_gpu_only(self.group)
         refuse_unknown_options("sorter", sorter, options, sorter_options(sorter))
         self._sorter_name, self._options = sorter, options
@@ -104,6 +104,12 @@ class OrderedBatchSampler(Sampler[list[int]]):
             f"unit={self.unit!r}, batches={self._batches}, processes={self.group.world_size}, "
             f"attached={self._model is not None})"
         )
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether examples that fill no batch are left out. accelerate asks when it is about to divide the batches."""
+        refusals.refuse_division(sys._getframe(1))
+        return self._drop_last
 
     @property
     def sorter(self) -> Sorter | None:
@@ -134,7 +140,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
                 "before, make a loader without this sampler)"
             )
         if self._epochs.began < 0:  # not in every epoch: the search takes time
-            refusals.refuse_wrappers(self)
+            refusals.refuse_wrappers(self, self.group.world_size)
         if self._model and self.sorter.needs_gradients:
             self._model.refuse_new_parameters()
         self._waiting = None
@@ -162,6 +168,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if self._model:
             raise CdgrabError("this sampler is attached to a model already; make another one for another model")
         refusals.refuse_scaler(scaler)
+        refusals.refuse_wrappers(self, self.group.world_size)  # here on all processes; some wrappers read on one only
         observed = ObservedModel(model, self.ledger, self.group, compress, sparsifier, **sparsifier_options)
         layout = self._layout() | {"sorter": self._sorter_name, "options": self._options, "dim": observed.dim}
         layout |= {"compress": compress, "sparsifier": sparsifier, "its options": sorted(sparsifier_options.items())}
