@@ -19,6 +19,7 @@ from sharded_cases import (
     in_replicas,
     partly,
     saved_and_loaded,
+    together,
     weights,
 )
 from torch import nn
@@ -76,6 +77,7 @@ CASES = {
     "oblivious": Case({"sorter": "d_rr"}),
     "sharded": Case({"diagnose": 1000}, shard=by_layers, like="divided"),
     "sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=by_layers, like="accumulated"),
+    "sharded together": Case(shard=together, like="divided"),
     "partly sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=partly, like="accumulated"),
     "sharded, awkward": Case(network=Awkward, shard=fully_shard, like="awkward"),
     "sharded by columns": Case(loop={"skip": (1, 4)}, shard=by_columns, scaled=True, like="skipped"),

@@ -18,6 +18,12 @@ def by_layers(model):
     return fully_shard(model)
 
 
+def together(model):
+    """Two modules in one group, as accelerate shards the last layers, and a root with no parameters of its own."""
+    fully_shard([model[0], model[2]])
+    return fully_shard(model)
+
+
 def partly(model):
     """Nobody averages the gradients of the last layer, until the script does."""
     fully_shard(model[0])
