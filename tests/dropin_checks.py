@@ -237,7 +237,7 @@ def overlapped():
     Waiting.until.set()
 
     def noted(*arguments):
-        exchange(*arguments)
+        yield from exchange(*arguments)
         Waiting.until.set()
 
     model = parallel(Stopped())

@@ -44,19 +44,6 @@ class Traffic:
             raise CollectiveError(name, number, first_line(error)) from error
 
 
-@dataclass
-class Pending:
-    """A collective that is under way; None: it is over, or a GPU's stream waits for it."""
-
-    traffic: Traffic
-    work: dist.Work | None = None
-
-    def wait(self) -> None:
-        if self.work is not None:
-            with self.traffic.collective(self.traffic.last):
-                self.work.wait()
-
-
 @dataclass(frozen=True)
 class WorkerGroup:
     """Which logical workers this process hosts, and how to reach the others."""
@@ -142,25 +129,6 @@ class WorkerGroup:
         self.traffic.sent += rows.nbytes - mine * count * rows.element_size()
         return out
 
-    def begin_shard(self, row: Tensor, widths: list[int], out: Tensor) -> Pending:
-        """`shard` of one row, without waiting for it."""
-        with self.traffic.collective("all-to-all"):
-            sizes, flat = [out.shape[1]] * self.world_size, out.view(-1)
-            work = dist.all_to_all_single(flat, row, sizes, widths, group=self.channel, async_op=True)
-        self.traffic.sent += row.nbytes - out[0].nbytes
-        return Pending(self.traffic, work)
-
-    def begin_spread(self, whole: Tensor, widths: list[int], copies: Tensor) -> Pending:
-        """`spread`, without waiting for it."""
-        if whole.is_cuda:
-            whole.copy_(self.unshard(copies[0], len(whole), widths))
-            return Pending(self.traffic)
-        with self.traffic.collective("exchange"):
-            sizes, flat = [copies.shape[1]] * self.world_size, copies.view(-1)
-            work = dist.all_to_all_single(whole, flat, widths, sizes, group=self.channel, async_op=True)
-        self.traffic.sent += copies[1:].nbytes
-        return Pending(self.traffic, work)
-
     def unshard(self, mine: Tensor, dim: int, widths: list[int] | None = None) -> Tensor:
         """[width] of every process -> [dim], on every process."""
         if self.world_size == 1:
@@ -177,17 +145,13 @@ class WorkerGroup:
         return torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)])
 
     def _exchanged(self, mine: Tensor, widths: list[int]) -> Tensor:
-        whole = mine.new_empty(sum(widths))
-        self.spread(whole, widths, mine.repeat(self.world_size, 1))
+        """On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are
+        what takes time if processes share cores."""
+        whole, copies = mine.new_empty(sum(widths)), mine.repeat(self.world_size)
+        with self.traffic.collective("exchange"):
+            dist.all_to_all_single(whole, copies, widths, [len(mine)] * self.world_size, group=self.channel)
+        self.traffic.sent += mine.nbytes * (self.world_size - 1)
         return whole
-
-    def spread(self, whole: Tensor, widths: list[int], copies: Tensor) -> None:
-        """`unshard` in place: whole [dim] is filled. copies [processes, own width]: this process's coordinates, as
-        often as there are processes.
-
-        On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are what
-        takes time if processes share cores."""
-        self.begin_spread(whole, widths, copies).wait()
 
     def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch.futures import Future
 
 from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
+from cdgrab.runtime.exchange import begin_exchange
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
 
@@ -108,12 +108,13 @@ class OverlappingHook:
         pieces = self._pieces_of(bucket)
         if self._wanted == "whole":
             self._keep(bucket)
-        promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._beside.run(partial(self._exchange, pieces, buffer, promise))
-        return promise
+        handed = _Handed(buffer, pieces)
+        self._beside.run(self._exchange(piece, handed) for piece in pieces)
+        return handed.promise
 
     def _begin(self, buffer: Tensor) -> None:
         self._error, self._held, self._regrouped = None, [], False
+        self._lanes = cycle(range(LANES))  # in the same order on every process
         if self._observer:
             self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
         if self._wanted == "look":
@@ -154,35 +155,38 @@ class OverlappingHook:
 
     # -- beside the backward pass -------------------------------------------------------------------------------------
 
-    def _exchange(self, pieces: list[Piece], buffer: Tensor, promise: Future) -> None:
+    def _exchange(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
         """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
         would wait for ever for a hook that raised an error."""
         try:
             if self._error is None:
-                sent = buffer if self._wire is None else buffer.to(self._wire)
-                _in_turn(self._average(piece, buffer, sent, i % LANES) for i, piece in enumerate(pieces))
+                yield from self._average(piece, handed)
         except Exception as error:
             self._error = error
-        promise.set_result(buffer)
+        handed.finish_one()
 
-    def _average(self, piece: Piece, buffer: Tensor, sent: Tensor, lane: int) -> Iterator[bool]:
+    def _average(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
         """Stops where there is something to wait for."""
-        group, buffer, sent = self._beside.group, buffer[piece.inside], sent[piece.inside]
+        group, buffer = self._beside.group, handed.buffer[piece.inside]
+        sent = buffer if self._wire is None else buffer.to(self._wire)
         width = piece.widths[group.rank]
         if not group.divides(len(buffer)):
             rows = group.gather(sent[None]).to(buffer.dtype)
             mean = self._mean(rows, buffer)
             return self._take(piece, rows[:, :width], mean[:width])
+        lane = next(self._lanes)
         rows = self._room(sent, width, lane)
-        arriving = group.begin_shard(sent, piece.widths, rows)
+        exchange = begin_exchange(group, sent, piece.widths, rows, lane)
         yield True
-        arriving.wait()
+        exchange.wait_for_rows()
         share = rows.to(buffer.dtype)
         mean = self._mean(share, buffer.split(piece.widths)[group.rank])
-        self._take(piece, share, mean)
-        spreading = group.begin_spread(sent, piece.widths, rows.copy_(mean))
+        if self._wire is not None:
+            sent.split(piece.widths)[group.rank].copy_(mean)
+        exchange.spread()
+        self._take(piece, share, mean)  # while the mean is on its way
         yield True
-        spreading.wait()
+        exchange.wait()
         if self._wire is not None:
             buffer.copy_(sent)
 
@@ -241,15 +245,11 @@ def _speed(group: WorkerGroup) -> float:
     return sent.nbytes * (1 - 1 / group.world_size) / slowest
 
 
-def _in_turn(jobs: Iterator[Iterator[bool]]) -> None:
-    """Go on with one job where another has to wait."""
+def _in_turn(jobs: deque[Iterator[bool]]) -> None:
+    """Go on with one job where another has to wait. More jobs may come meanwhile."""
     running: deque[Iterator[bool]] = deque()
-    for job in jobs:
-        _go_on(job, running)
-        while len(running) == LANES:
-            _go_on(running.popleft(), running)
-    while running:
-        _go_on(running.popleft(), running)
+    while jobs or running:
+        _go_on((jobs if jobs and len(running) < LANES else running).popleft(), running)
 
 
 def _go_on(job: Iterator[bool], running: deque[Iterator[bool]]) -> None:
@@ -272,14 +272,31 @@ def _dealt(slices: Sequence[slice], widths: Sequence[int]) -> list[list[slice]]:
     return dealt
 
 
+class _Handed:
+    """A bucket that DDP has handed over, and what is promised to it: the mean."""
+
+    def __init__(self, buffer: Tensor, pieces: list[Piece]) -> None:
+        self.buffer, self._left = buffer, len(pieces)
+        self.promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if not pieces:  # of parameters without coordinates
+            self.promise.set_result(buffer)
+
+    def finish_one(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.promise.set_result(self.buffer)
+
+
 class _Thread:
-    """Does jobs one after the other in a thread with a channel of its own, in the same order on every process."""
+    """Does jobs in a thread with a channel of its own, those of the next bucket already while others have to wait."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._pool = group.new_channel(), ThreadPoolExecutor(1, "exchange")
+        self._jobs: deque[Iterator[bool]] = deque()
 
-    def run(self, job: Callable[[], None]) -> None:
-        self._pool.submit(job)
+    def run(self, jobs: Iterable[Iterator[bool]]) -> None:
+        self._jobs.extend(jobs)
+        self._pool.submit(_in_turn, self._jobs)
 
 
 class _Stream:
@@ -288,7 +305,7 @@ class _Stream:
     def __init__(self, group: WorkerGroup, device: torch.device) -> None:
         self.group, self._stream = group, torch.cuda.Stream(device)
 
-    def run(self, job: Callable[[], None]) -> None:
+    def run(self, jobs: Iterable[Iterator[bool]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            job()
+            _in_turn(deque(jobs))
