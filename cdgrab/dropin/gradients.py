@@ -210,6 +210,9 @@ class ParallelGradients:
         gradients = [parameter.grad for parameter in self._parameters]
         self._ledger.observe_parts(Parts(self._layout, gradients, self._ledger.scale(self._parameters[0])))
 
+    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
+        return self._ledger.sorter.room_for_share(place, like)
+
     def divide(self, division: Division) -> None:
         if self._ledger.takes_shards:
             self._ledger.sorter.divide(division)

@@ -36,12 +36,15 @@ LANES = 2  # pieces that are on their way at a time
 
 
 class Observer(Protocol):
-    """What becomes of the gradients besides their mean. All methods but `take_share` are called in the thread of the
-    backward pass, by all processes together."""
+    """What becomes of the gradients besides their mean. All methods but those for shares are called in the thread of
+    the backward pass, by all processes together."""
 
     def begin(self, like: Tensor) -> str:
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
         .grad, or nothing."""
+
+    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
+        """Where such a share is best received, if it matters; see `Sorter.room_for_share`."""
 
     def take_share(self, place: slice, share: Tensor, *, mean: Tensor | None = None) -> None:
         """This process's coordinates of everybody's gradients, [processes, width], and their mean, if it is there; see
@@ -175,7 +178,7 @@ class OverlappingHook:
             mean = self._mean(rows, buffer)
             return self._take(piece, rows[:, :width], mean[:width])
         lane = next(self._lanes)
-        rows = self._room(sent, width, lane)
+        rows = self._room(piece, sent, lane)
         exchange = begin_exchange(group, sent, piece.widths, rows, lane)
         yield True
         exchange.wait_for_rows()
@@ -190,8 +193,13 @@ class OverlappingHook:
         if self._wire is not None:
             buffer.copy_(sent)
 
-    def _room(self, sent: Tensor, width: int, lane: int) -> Tensor:
-        """Memory for what is received, of the size of the largest piece."""
+    def _room(self, piece: Piece, sent: Tensor, lane: int) -> Tensor:
+        """Memory for what is received: the observer's, or some of the size of the largest piece."""
+        if self._wanted == "shares" and piece.place is not None:
+            room = self._observer.room_for_share(piece.place, sent)
+            if room is not None:
+                return room
+        width = piece.widths[self._group.rank]
         needed, room = width * self._group.world_size, self._received.get(lane)
         if room is None or len(room) < needed or room.dtype != sent.dtype:
             self._received[lane] = room = sent.new_empty(needed)

@@ -136,6 +136,11 @@ class Sorter(WorkerState):
         together. like: a tensor of a type that can hold them, on their device."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
+    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
+        """Where a piece like this can be written, on a CPU: `take_share` of that memory copies nothing. None: it would
+        not be kept there as it is."""
+        return None
+
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         """A piece of the shard, [workers, length of place]; place: where among the coordinates of this process. Any
         order will do, but every coordinate must come; if it comes again, `add` it. Another thread may call this."""

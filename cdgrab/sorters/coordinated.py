@@ -145,13 +145,17 @@ class CoordinatedPairBalance(BalancingSorter):
         if not self._second:
             self._shares = self._order_server(like.is_cuda).room(like, self.workers, self.division.width)
 
+    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
+        fits = not self._second and not like.is_cuda and like.dtype == self._shares.dtype
+        return self._shares[:, place] if fits else None
+
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         self._taken = True
         if self._second:
             self._shares[:, place] -= share
         elif add:
             self._shares[:, place] += share
-        else:
+        elif share.data_ptr() != self._shares[:, place].data_ptr():  # otherwise it was received there
             self._shares[:, place] = share
 
     def end_shares(self) -> None:
