@@ -1,6 +1,7 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
 import threading
+import time
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -246,6 +247,43 @@ def overlapped():
     return gathered(Waiting.in_time)
 
 
+class Late(torch.autograd.Function):
+    """The backward pass of the last process takes a while."""
+
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(0.2 * (dist.get_rank() + 1 == dist.get_world_size()))
+        return gradient
+
+
+class Uneven(nn.Module):
+    """Two large layers and then, in the backward pass, a small one. Where processes get there late, the others are
+    ahead by the whole of it, or wait for them in the middle of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False).double() for sizes in ((6, 2), (2, 30), (30, 2)))
+
+    def forward(self, inputs):
+        small, large, last = self.layers
+        return Late.apply(last(large(Late.apply(small(inputs)))))
+
+
+def held_up():
+    """Weights after steps in which one process is late again and again, and short buckets follow long ones. Nobody may
+    wait for somebody who waits for him."""
+    workers.WHOLE = 30
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = parallel(Uneven(), process_group=group)
+    train(model, sampler_of(process_group=group).attach(model), 1, stop_after=4)
+    return gathered([parameter.detach().clone() for parameter in model.parameters()])
+
+
 def skipped_in_16_bits():
     """The type in which a pair begun by a skipped batch is kept, and the seconds that the exchange may take."""
     workers.WHOLE, limit = 0, timedelta(seconds=77)
@@ -374,7 +412,7 @@ def main(target):
     if processes == 2:
         results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
         results |= {"broken off": broken_off(3), "refused": refusals(), "zeroed": zeroed_in_place()}
-        results |= {"overlapped": overlapped(), "skipped in 16 bits": skipped_in_16_bits()}
+        results |= {"overlapped": overlapped(), "held up": held_up(), "skipped in 16 bits": skipped_in_16_bits()}
         results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     else:
         results["in pairs, beside"] = in_pairs(background=True)

@@ -140,6 +140,11 @@ def test_gradients_are_averaged_while_the_backward_pass_goes_on(found):
     assert found[2]["skipped in 16 bits"] == (torch.float32, 77.0)
 
 
+def test_no_process_waits_for_one_that_waits_for_it(found):
+    first, second = found[2]["held up"]
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("name", ["broken off", ("ahead", True), ("ahead", False)], ids=str)
 def test_an_epoch_left_early_or_with_late_gradients(found, name):
     result = found[2][name]

@@ -8,7 +8,7 @@ that processes need not begin several exchanges in the same order. On a GPU ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -53,21 +53,28 @@ class Exchange:
                 work.wait()
 
 
+class Gathered(Exchange):
+    """For a short vector: rows [processes, dim] get everybody's, and everybody computes the result."""
+
+    def begin(self) -> None:
+        self._rows.copy_(self._group.gather(self._vector[None]))
+
+    def wait_for_rows(self) -> None:
+        """From now on the vector may be overwritten."""
+
+
 class Messages(Exchange):
     """The same on a CPU."""
 
     def begin(self) -> None:
         group, parts = self._group, self._vector.split(self._widths)
-        gloo = cpu_backend(group.channel)
-        if gloo is None:
-            raise CdgrabError("gradients on a CPU need gloo")
-        self._gloo, self._parts, first, second = gloo, parts, 2 * self._lane, 2 * self._lane + 1
+        self._post, self._parts = _Post(group), parts
         with group.traffic.collective("all-to-all"):
-            self._arriving = self._receive(self._rows.unbind(), first)
-            self._sending = self._send(parts, first)
+            self._arriving = self._post.receive(self._rows.unbind(), 2 * self._lane)
+            self._sending = self._post.send(parts, 2 * self._lane)
             # A result takes the place of what was sent: whoever computed it has received that. Who is told early where
             # it goes needs to be told nothing later.
-            self._results = self._receive(parts, second)
+            self._results = self._post.receive(parts, 2 * self._lane + 1)
         self._rows[group.rank] = parts[group.rank]
         group.traffic.sent += self._vector.nbytes - self._rows[0].nbytes
 
@@ -77,25 +84,54 @@ class Messages(Exchange):
     def spread(self) -> None:
         group, own = self._group, self._parts[self._group.rank]
         with group.traffic.collective("exchange"):
-            self._sending += self._send([own] * group.world_size, 2 * self._lane + 1)
+            self._sending += self._post.send([own] * group.world_size, 2 * self._lane + 1)
         group.traffic.sent += own.nbytes * (group.world_size - 1)
 
     def wait(self) -> None:
         self._wait("exchange", [*self._results, *self._sending])
 
-    def _others(self) -> Iterable[int]:
-        """Beginning with the next one, so that not all write to the same one first."""
-        group = self._group
-        return ((group.rank + i) % group.world_size for i in range(1, group.world_size))
 
-    def _send(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        return [self._gloo.send([parts[rank]], rank, tag) for rank in self._others() if len(parts[rank])]
+class Copies(Gathered):
+    """The same on a CPU. Processes may begin it at different times, amid other exchanges: who waited for the others
+    would keep them from what they are waiting for."""
 
-    def _receive(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        return [self._gloo.recv([parts[rank]], rank, tag) for rank in self._others() if len(parts[rank])]
+    def begin(self) -> None:
+        group, post, rows = self._group, _Post(self._group), self._rows
+        with group.traffic.collective("all-gather"):
+            self._works = post.receive(rows.unbind(), 2 * self._lane)
+            self._works += post.send([self._vector] * group.world_size, 2 * self._lane)
+        rows[group.rank] = self._vector
+        group.traffic.sent += self._vector.nbytes * (group.world_size - 1)
+
+    def wait_for_rows(self) -> None:
+        self._wait("all-gather", self._works)
+
+
+class _Post:
+    """Messages to and from all other processes, none of which waits."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._gloo = cpu_backend(group.channel)
+        if self._gloo is None:
+            raise CdgrabError("gradients on a CPU need gloo")
+        # beginning with the next one, so that not all write to the same one first
+        self._others = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
+
+    def send(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work]:
+        return [self._gloo.send([parts[rank]], rank, tag) for rank in self._others if len(parts[rank])]
+
+    def receive(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work]:
+        return [self._gloo.recv([parts[rank]], rank, tag) for rank in self._others if len(parts[rank])]
 
 
 def begin_exchange(group: WorkerGroup, vector: Tensor, widths: list[int], rows: Tensor, lane: int) -> Exchange:
     exchange = (Exchange if vector.is_cuda else Messages)(group, vector, widths, rows, lane)
+    exchange.begin()
+    return exchange
+
+
+def begin_copies(group: WorkerGroup, vector: Tensor, rows: Tensor, lane: int) -> Exchange:
+    """rows [processes, dim] get everybody's vector, which is too short to be divided."""
+    exchange = (Gathered if vector.is_cuda else Copies)(group, vector, [], rows, lane)
     exchange.begin()
     return exchange

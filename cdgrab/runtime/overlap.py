@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
-from cdgrab.runtime.exchange import begin_exchange
+from cdgrab.runtime.exchange import begin_copies, begin_exchange
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
 
@@ -173,11 +173,15 @@ class OverlappingHook:
         group, buffer = self._beside.group, handed.buffer[piece.inside]
         sent = buffer if self._wire is None else buffer.to(self._wire)
         width = piece.widths[group.rank]
+        lane = next(self._lanes)
         if not group.divides(len(buffer)):
-            rows = group.gather(sent[None]).to(buffer.dtype)
+            rows = sent.new_empty(group.world_size, len(sent))
+            copies = begin_copies(group, sent, rows, lane)
+            yield True
+            copies.wait_for_rows()
+            rows = rows.to(buffer.dtype)
             mean = self._mean(rows, buffer)
             return self._take(piece, rows[:, :width], mean[:width])
-        lane = next(self._lanes)
         rows = self._room(piece, sent, lane)
         exchange = begin_exchange(group, sent, piece.widths, rows, lane)
         yield True
