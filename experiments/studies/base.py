@@ -194,8 +194,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
     _refuse_other_settings(study)
     before = study.manifest()
     finished = before.get("status") == "finished" and looks_of(before["settings"]["seeds"]) == study.looks
-    added = finished and study.settings.get("cells", {}).keys() - before["settings"].get("cells", {}).keys()
-    if finished and not added and study.complete():
+    if finished and not _grown(before["settings"], study.settings) and study.complete():
         return
     study.directory.mkdir(parents=True, exist_ok=True)
     with locked(study.directory):
@@ -238,6 +237,11 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
 def _source(task: str, data: str) -> dict:
     """Where a task's data comes from."""
     return locate_data(compose_config([f"task={task}", f"data={data}"])).as_record()
+
+
+def _grown(before: dict, now: DictConfig) -> bool:
+    """Whether there are cells or methods now that results were not described by, perhaps made by another command."""
+    return any(set(now.get(key, ())) - set(before.get(key, ())) for key in (*ADDED_TO, "cells"))
 
 
 def _differs(key: str, before: object, now: object) -> bool:
