@@ -284,6 +284,22 @@ def held_up():
     return gathered([parameter.detach().clone() for parameter in model.parameters()])
 
 
+def failed_once():
+    """The error of a step in which every process fails amid an exchange, and weights after steps that follow."""
+    workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=20))
+    model = parallel(process_group=group)
+    sampler = sampler_of(process_group=group).attach(model)
+    train(model, sampler, 1, stop_after=2)
+    with mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room")):
+        try:
+            train(model, sampler, 1, stop_after=2)
+        except MemoryError as error:
+            message = str(error)
+    model.zero_grad()
+    model(dataset()[:3][1]).sum().backward()
+    return message, gathered([parameter.grad.clone() for parameter in model.parameters()])
+
+
 def skipped_in_16_bits():
     """The type in which a pair begun by a skipped batch is kept, and the seconds that the exchange may take."""
     workers.WHOLE, limit = 0, timedelta(seconds=77)
@@ -412,7 +428,12 @@ def main(target):
     if processes == 2:
         results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
         results |= {"broken off": broken_off(3), "refused": refusals(), "zeroed": zeroed_in_place()}
-        results |= {"overlapped": overlapped(), "held up": held_up(), "skipped in 16 bits": skipped_in_16_bits()}
+        results |= {
+            "overlapped": overlapped(),
+            "held up": held_up(),
+            "failed once": failed_once(),
+            "skipped in 16 bits": skipped_in_16_bits(),
+        }
         results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     else:
         results["in pairs, beside"] = in_pairs(background=True)

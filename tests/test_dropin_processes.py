@@ -145,6 +145,11 @@ def test_no_process_waits_for_one_that_waits_for_it(found):
     assert all(map(torch.equal, first, second))
 
 
+def test_an_error_amid_an_exchange_leaves_no_message_for_the_next_step(found):
+    message, (first, second) = found[2]["failed once"]
+    assert message == "no room" and all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("name", ["broken off", ("ahead", True), ("ahead", False)], ids=str)
 def test_an_epoch_left_early_or_with_late_gradients(found, name):
     result = found[2][name]

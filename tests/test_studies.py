@@ -175,7 +175,7 @@ def test_claims_about_times_need_no_more_seeds(tmp_path, monkeypatch):
 def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):
     study = small(tmp_path)
     carry_out(study)
-    before = read_lines(study.metrics_path)
+    before, described = read_lines(study.metrics_path), (tmp_path / "manifest.json").read_text()
     more = Study(OmegaConf.merge(study.settings, {"sorters": [*study.settings.sorters, "riffle"]}), "smoke", tmp_path)
     computed = []
     carry_out(more, lambda results, total: computed.append(total) or results)
@@ -183,6 +183,9 @@ def test_a_sorter_that_is_added_leaves_the_others_as_they_are(tmp_path):
     assert computed == [len(after) - len(before)] and [line for line in after if line["sorter"] != "riffle"] == before
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert "riffle" in manifest["settings"]["sorters"] and len(manifest["earlier"]) == 1
+    (tmp_path / "manifest.json").write_text(described)  # as if another command had made the new lines
+    carry_out(more)
+    assert "riffle" in json.loads((tmp_path / "manifest.json").read_text())["settings"]["sorters"]
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):

@@ -16,12 +16,13 @@ from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.group import WorkerGroup
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
-DIVIDED = (
-    "accelerate's prepare(loader) would divide the batches a second time: prepare the model and the optimiser only, "
-    "then call sampler.attach(model), and move batches to accelerator.device in the loop"
+INSTEAD = (
+    "prepare the model and the optimiser only, then call sampler.attach(model), and move batches to "
+    "accelerator.device in the loop"
 )
+DIVIDED = f"accelerate's prepare(loader) would divide the batches a second time: {INSTEAD}"
 WRAPPERS = {  # classes of accelerate
-    "DataLoaderDispatcher": DIVIDED,  # process 0 reads its own share, and all train with that
+    "DataLoaderDispatcher": f"with dispatch_batches=True all processes would train with the share of one: {INSTEAD}",
     "SkipBatchSampler": "the sampler goes on by itself after load_state_dict: use no skip_first_batches, and "
     "ignore_data_skip=True with Trainer",
 }

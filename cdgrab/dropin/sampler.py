@@ -79,7 +79,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         one_of("drop_last", drop_last, (True, False))
         self.batch_size, self.seed = count("batch_size", batch_size, 1), random_seed("seed", seed)
         self.accumulation_steps = count("accumulation_steps", accumulation_steps, 1)
-        self.unit, self._drop_last, self.group = unit, drop_last, one_worker_per_process(process_group)
+        self.unit, self.drop_last, self.group = unit, drop_last, one_worker_per_process(process_group)
         refusals.refuse_gpu_only(self.group)
         refuse_unknown_options("sorter", sorter, options, sorter_options(sorter))
         self._sorter_name, self._options = sorter, options
@@ -109,7 +109,11 @@ class OrderedBatchSampler(Sampler[list[int]]):
     def drop_last(self) -> bool:
         """Whether examples that fill no batch are left out. accelerate asks when it is about to divide the batches."""
         refusals.refuse_division(sys._getframe(1))
-        return self._drop_last
+        return vars(self)["drop_last"]
+
+    @drop_last.setter
+    def drop_last(self, value: bool) -> None:
+        vars(self)["drop_last"] = value  # where a sampler that was saved as a whole has it, too
 
     @property
     def sorter(self) -> Sorter | None:

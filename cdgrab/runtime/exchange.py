@@ -111,11 +111,11 @@ class _Post:
     """Messages to and from all other processes, none of which waits."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._gloo = cpu_backend(group.channel)
-        if self._gloo is None:
-            raise CdgrabError("gradients on a CPU need gloo")
         # beginning with the next one, so that not all write to the same one first
         self._others = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
+        self._gloo = cpu_backend(group.channel) if self._others else None
+        if self._others and self._gloo is None:
+            raise CdgrabError("gradients on a CPU need gloo")
 
     def send(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work]:
         return [self._gloo.send([parts[rank]], rank, tag) for rank in self._others if len(parts[rank])]

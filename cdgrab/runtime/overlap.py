@@ -112,6 +112,8 @@ class OverlappingHook:
         if self._wanted == "whole":
             self._keep(bucket)
         handed = _Handed(buffer, pieces)
+        if buffer.is_cuda:  # whose stream is done with the bucket before: its room is free
+            self._lanes = cycle(range(LANES))
         self._beside.run(self._exchange(piece, handed) for piece in pieces)
         return handed.promise
 
@@ -191,9 +193,15 @@ class OverlappingHook:
         if self._wire is not None:
             sent.split(piece.widths)[group.rank].copy_(mean)
         exchange.spread()
-        self._take(piece, share, mean)  # while the mean is on its way
+        failure = None
+        try:
+            self._take(piece, share, mean)  # while the mean is on its way
+        except Exception as error:
+            failure = error  # later: what is on its way would meet the next step's messages
         yield True
         exchange.wait()
+        if failure:
+            raise failure
         if self._wire is not None:
             buffer.copy_(sent)
 

@@ -50,12 +50,11 @@ class PowerSgds(Wholes):
         self._matrices, self._others = first._matrices, first._others
         self._sizes = [each.columns * each.rank for each in self._matrices]
         self._factors = torch.stack([each._factors for each in compressors]).to(device)
-        self._feedback = first.error_feedback
+        self._forgets = torch.tensor([not each.error_feedback for each in compressors], device=device)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
 
     def mean(self, gradients: Sequence[Tensor]) -> tuple[Tensor, int]:
-        if not self._feedback:
-            self._residual.zero_()
+        self._residual.masked_fill_(self._forgets, 0)
         torch._foreach_add_(self._residual.unbind(0), gradients)
         matrices = [self._residual[..., each.place].unflatten(2, (each.rows, -1)) for each in self._matrices]
         others = [self._residual[..., place] for place in self._others]
@@ -94,15 +93,16 @@ class PowerSgds(Wholes):
 
 def orthonormal(matrices: Tensor) -> Tensor:
     """Columns with the same span as those of each of the matrices [runs, rows, columns], by the Gram-Schmidt process,
-    which asks nothing of the device. In place of a column that depends on those before it, the next direction."""
-    done: list[Tensor] = []
-    for number, column in enumerate(matrices.unbind(2)):
-        unit = torch.zeros_like(column)
-        unit[:, number] = 1
+    which asks nothing of the device. In place of a column that depends on those before it, the direction of the row
+    that they have least of."""
+    done, taken = [], torch.zeros_like(matrices[..., 0])
+    for column in matrices.unbind(2):
+        unit = torch.zeros_like(column).scatter_(1, taken.argmin(1, keepdim=True), 1)
         left = _without(column, done)
         depends = _norm(left) <= ROUNDING * torch.finfo(column.dtype).eps * _norm(column)
         left = torch.where(depends, _without(unit, done), left)
         done.append(left / _norm(left))
+        taken = taken + done[-1] ** 2
     return torch.stack(done, dim=2)
 
 
