@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
+from cdgrab.runtime import exchange, overlap
 from cdgrab.runtime import group as workers
-from cdgrab.runtime import overlap
 from cdgrab.runtime.fsdp import part_size
 
 
@@ -234,11 +234,11 @@ class Stopped(nn.Module):
 def overlapped():
     """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
     first one, which is not held up, DDP has a single bucket."""
-    workers.WHOLE, exchange = 0, overlap.OverlappingHook._exchange
+    workers.WHOLE, averaged = 0, overlap.OverlappingHook._exchange
     Waiting.until.set()
 
     def noted(*arguments):
-        yield from exchange(*arguments)
+        yield from averaged(*arguments)
         Waiting.until.set()
 
     model = parallel(Stopped())
@@ -285,18 +285,25 @@ def held_up():
 
 
 def failed_once():
-    """The error of a step in which every process fails amid an exchange, and weights after steps that follow."""
+    """The error of a step in which every process fails amid an exchange, one of them late; and gradients afterwards."""
     workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=20))
-    model = parallel(process_group=group)
+    model, spread = parallel(process_group=group), exchange.Messages.spread
     sampler = sampler_of(process_group=group).attach(model)
     train(model, sampler, 1, stop_after=2)
-    with mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room")):
+
+    def late(messages):
+        time.sleep(0.2 * dist.get_rank())
+        spread(messages)
+
+    full = mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room"))
+    with full, mock.patch.object(exchange.Messages, "spread", late):
         try:
-            train(model, sampler, 1, stop_after=2)
+            train(model, sampler, 1, stop_after=1)
         except MemoryError as error:
             message = str(error)
     model.zero_grad()
-    model(dataset()[:3][1]).sum().backward()
+    with sampler.paused():
+        model(dataset()[:3][1]).sum().backward()
     return message, gathered([parameter.grad.clone() for parameter in model.parameters()])
 
 
