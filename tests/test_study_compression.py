@@ -121,5 +121,8 @@ def test_some_of_it(monkeypatch, tmp_path):
     assert sent["dense"] > 5 * sent["powersgd"] > sent["exdyna"] > 0 and sent[BOTH] > sent["exdyna"]
     assert len(study.verdicts()) == 7
     figure = compression_figures.curves(study, 0.01)
-    assert [panel.get_title() for panel in figure.axes] == ["LeNet-CIFAR-10, 8 workers", ""]
+    model = "LeNet-CIFAR-10, 8 workers"
+    assert [panel.get_title() for panel in figure.axes] == [f"{model}: methods", f"{model}: what might help", "", ""]
+    drawn = [{line.get_label() for line in panel.lines} for panel in figure.axes[:2]]
+    assert drawn == [{"dense", "PowerSGD", "ExDyna"}, {"dense", "ExDyna", "ExDyna, momentum correction, warm-up"}]
     assert "ExDyna, momentum correction, warm-up" in compression_figures.end_table(study.table, study.settings)

@@ -118,13 +118,14 @@ def log_x(panel: Axes, values: Iterable[float], label: str, **ticks: float) -> N
     panel.tick_params(axis="x", **ticks)
 
 
-def finish(figure: Figure, title: str, caption: str) -> Figure:
-    """Legend and title above the panels, caption below; sizes in inches, so that wide and tall figures look alike."""
+def finish(figure: Figure, title: str, caption: str, entry: float = 1.5) -> Figure:
+    """Legend and title above the panels, caption below; sizes in inches, so that wide and tall figures look alike.
+    entry: how wide one of the legend is, about."""
     width, height = figure.get_size_inches()
     entries = {
         label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    rows = -(-len(entries) // max(1, int(width / 1.5)))
+    rows = -(-len(entries) // max(1, int(width / entry)))
     columns = -(-len(entries) // max(1, rows))  # rows of about equal length
     figure.text(0.5, 1 - 0.06 / height, title, ha="center", va="top", fontsize="large", fontweight="bold")
     figure.legend(entries.values(), entries, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.24 / height), ncols=columns)

@@ -11,13 +11,27 @@ from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
-from experiments.studies.compression import CALM, SLOW, cell_label, cells, ends, reference, runs
+from experiments.studies.compression import (
+    BOTH,
+    CALM,
+    CORRECTED,
+    SLOW,
+    UNMASKED,
+    cell_label,
+    cells,
+    ends,
+    reference,
+    runs,
+)
 from experiments.studies.sparsification_figures import COLOURS
-from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, method_label, options_of
+from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, method_label, options_of
 from experiments.studies.verdicts import select
 
 OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
-OWN_COLOURS |= {OURS + CALM: "#5b2a86", OURS + CALM + SLOW: "#5b2a86"}
+OWN_COLOURS |= {OURS + CALM: "#5b2a86", OURS + CALM + SLOW: "#5b2a86", OURS + SLOW: "#c2459a"}
+OWN_COLOURS |= {CORRECTED: "#e07b39", BOTH: "#e07b39", UNMASKED: "#8c5a2b"}
+COLUMNS = ("methods", "what might help")
+HELP = {"momentum", "momentum_correction", "rate", "warm_up"}  # options
 DASHES = {  # strokes and gaps, by option
     "momentum": (1, 1.2),
     "momentum_correction": (5, 1.2),
@@ -36,21 +50,31 @@ def densities(study: Study) -> list[float]:
 
 @plots.styled
 def curves(study: Study, density: float) -> Figure:
-    """Train loss by epoch, and against the bytes that a worker has sent; a column for every model and worker count."""
+    """Train loss by epoch, and against the bytes that a worker has sent; for every model and worker count a column of
+    methods, and one of what might help them."""
     settings = study.settings
     chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
-    titles = [cell_label(settings, reference(settings, name)) for name in chosen]
-    figure, axes = plots.panels(2, len(chosen), max(13, 4.8 * len(chosen)), 7.4, titles)
-    for (above, below), name in zip(axes.T, chosen, strict=True):
+    columns = [(name, helped) for name in chosen for helped in (False, True)]
+    titles = [cell_label(settings, reference(settings, name)) + ": " + COLUMNS[helped] for name, helped in columns]
+    figure, axes = plots.panels(2, len(columns), max(13, 4.8 * len(columns)), 8, titles)
+    for (above, below), (name, helped) in zip(axes.T, columns, strict=True):
         for cell in (reference(settings, name), name):
             for method, sorter in runs(settings, cell):
-                _draw(above, below, select(study.table, cell=cell, method=method, sorter=sorter), method, sorter)
+                if _belongs(method, sorter, helped):
+                    _draw(above, below, select(study.table, cell=cell, method=method, sorter=sorter), method, sorter)
         above.set(xlabel="epoch", ylabel="full train loss")
         below.set(xlabel="bytes that a worker has sent", ylabel="full train loss", xscale="log")
         plots.whole_numbers(above.xaxis, 6)
     note = "means over seeds that have not diverged, from the first epoch on"
     title = f"Training with {density:g} of the gradient, against epochs and against bytes"
-    return plots.finish(figure, title, f"{note} · {study.caption()}")
+    return plots.finish(figure, title, f"{note} · {study.caption()}", entry=2.6)
+
+
+def _belongs(method: str, sorter: str, helped: bool) -> bool:
+    """Into a column of methods, or of what might help; what is helped is in both."""
+    if sorter == BASELINE and method in (DENSE, OURS, TOPK):
+        return True
+    return helped == bool(HELP & options_of(method)[1].keys())
 
 
 def _draw(above: Axes, below: Axes, rows: DataFrame, method: str, sorter: str) -> None:
