@@ -3,7 +3,9 @@
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import cdgrab
@@ -139,3 +141,18 @@ def sorted_alone(gradients, seed=3, sorter="cd_grab", **options):
         orders.append(alone.order(epoch))
         alone.observe(range(units), some)
     return torch.stack(orders)
+
+
+def parallel(model=None, bucket_bytes=100, **options):
+    """Several buckets, which DDP regroups after the first step."""
+    return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
+
+
+def sampler_of(batch_size=3, seed=3, **options):
+    return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=seed, **options)
+
+
+def gathered(value):
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, value)
+    return everybody

@@ -1,16 +1,15 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
-import threading
-import time
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain, pairwise, repeat
 from unittest import mock
 
+import overlap_checks
 import torch
 import torch.distributed as dist
-from dropin_cases import EPOCHS, Awkward, Mixed, dataset, network, train
+from dropin_cases import EPOCHS, Awkward, Mixed, dataset, gathered, network, parallel, sampler_of, train
 from sharded_cases import (
     average,
     by_columns,
@@ -28,9 +27,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from cdgrab import CdgrabError, OrderedBatchSampler
-from cdgrab.runtime import exchange, overlap
+from cdgrab import CdgrabError
 from cdgrab.runtime import group as workers
+from cdgrab.runtime import overlap
 from cdgrab.runtime.fsdp import part_size
 
 
@@ -98,21 +97,6 @@ RESUMED = [
     (2, "examples", 4),
 ]
 RESUMED += [(4, "exdyna, scaled", 4)]
-
-
-def parallel(model=None, bucket_bytes=100, **options):
-    """Several buckets, which DDP regroups after the first step."""
-    return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
-
-
-def sampler_of(batch_size=3, seed=3, **options):
-    return OrderedBatchSampler(dataset(), batch_size, seed=seed, **options)
-
-
-def gathered(value):
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, value)
-    return everybody
 
 
 def started(case):
@@ -203,108 +187,6 @@ def traffic(model, rounds):
     train(model, sampler, 1)
     padded = sum(part_size(parameter, processes) for parameter in model.parameters())
     return (sampler.group.traffic.sent - before) / len(sampler), rounds * (processes - 1) * padded * 8
-
-
-class Waiting(torch.autograd.Function):
-    """Holds up the backward pass until `until` is set."""
-
-    until, in_time = threading.Event(), []
-
-    @staticmethod
-    def forward(context, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        Waiting.in_time.append(Waiting.until.wait(10))
-        return gradient
-
-
-class Stopped(nn.Module):
-    """The backward pass stops between the last layer and the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = network()
-
-    def forward(self, inputs):
-        return self.parts[2](Waiting.apply(self.parts[:2](inputs)))
-
-
-def overlapped():
-    """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
-    first one, which is not held up, DDP has a single bucket."""
-    workers.WHOLE, averaged = 0, overlap.OverlappingHook._exchange
-    Waiting.until.set()
-
-    def noted(*arguments):
-        yield from averaged(*arguments)
-        Waiting.until.set()
-
-    model = parallel(Stopped())
-    with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
-        train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
-    return gathered(Waiting.in_time)
-
-
-class Late(torch.autograd.Function):
-    """The backward pass of the last process takes a while."""
-
-    @staticmethod
-    def forward(context, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        time.sleep(0.2 * (dist.get_rank() + 1 == dist.get_world_size()))
-        return gradient
-
-
-class Uneven(nn.Module):
-    """Two large layers and then, in the backward pass, a small one. Where processes get there late, the others are
-    ahead by the whole of it, or wait for them in the middle of it."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False).double() for sizes in ((6, 2), (2, 30), (30, 2)))
-
-    def forward(self, inputs):
-        small, large, last = self.layers
-        return Late.apply(last(large(Late.apply(small(inputs)))))
-
-
-def held_up():
-    """Weights after steps in which one process is late again and again, and short buckets follow long ones. Nobody may
-    wait for somebody who waits for him."""
-    workers.WHOLE = 30
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    model = parallel(Uneven(), process_group=group)
-    train(model, sampler_of(process_group=group).attach(model), 1, stop_after=4)
-    return gathered([parameter.detach().clone() for parameter in model.parameters()])
-
-
-def failed_once():
-    """The error of a step in which every process fails amid an exchange, one of them late; and gradients afterwards."""
-    workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=20))
-    model, spread = parallel(process_group=group), exchange.Messages.spread
-    sampler = sampler_of(process_group=group).attach(model)
-    train(model, sampler, 1, stop_after=2)
-
-    def late(messages):
-        time.sleep(0.2 * dist.get_rank())
-        spread(messages)
-
-    full = mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room"))
-    with full, mock.patch.object(exchange.Messages, "spread", late):
-        try:
-            train(model, sampler, 1, stop_after=1)
-        except MemoryError as error:
-            message = str(error)
-    model.zero_grad()
-    with sampler.paused():
-        model(dataset()[:3][1]).sum().backward()
-    return message, gathered([parameter.grad.clone() for parameter in model.parameters()])
 
 
 def skipped_in_16_bits():
@@ -435,12 +317,7 @@ def main(target):
     if processes == 2:
         results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
         results |= {"broken off": broken_off(3), "refused": refusals(), "zeroed": zeroed_in_place()}
-        results |= {
-            "overlapped": overlapped(),
-            "held up": held_up(),
-            "failed once": failed_once(),
-            "skipped in 16 bits": skipped_in_16_bits(),
-        }
+        results |= overlap_checks.results() | {"skipped in 16 bits": skipped_in_16_bits()}
         results |= {("looked at", by): looked_at(by) for by in ((), (0,))}
     else:
         results["in pairs, beside"] = in_pairs(background=True)

@@ -50,8 +50,7 @@ def parallel(rank, folder):
     """DDP in one of several processes; what they visited is saved."""
     import torch
     import torch.distributed as dist
-    from dropin_cases import network, train
-    from dropin_checks import sampler_of
+    from dropin_cases import network, sampler_of, train
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dropin_cases import EXAMPLES, dataset, gradient, network, sorted_alone
-from dropin_checks import CASES, RESUMED, TRAINED, sampler_of
+from dropin_cases import EXAMPLES, dataset, gradient, network, sampler_of, sorted_alone
+from dropin_checks import CASES, RESUMED, TRAINED
 from process_runs import PROCESSES
 from sharded_cases import loaded
 from test_dropin_report import check_report

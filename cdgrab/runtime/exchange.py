@@ -64,7 +64,7 @@ class Gathered(Exchange):
 
 
 class Messages(Exchange):
-    """The same on a CPU."""
+    """`Exchange` on a CPU."""
 
     def begin(self) -> None:
         group, parts = self._group, self._vector.split(self._widths)
@@ -92,7 +92,7 @@ class Messages(Exchange):
 
 
 class Copies(Gathered):
-    """The same on a CPU. Processes may begin it at different times, amid other exchanges: who waited for the others
+    """`Gathered` on a CPU. Processes may begin it at different times, amid other exchanges: who waited for the others
     would keep them from what they are waiting for."""
 
     def begin(self) -> None:

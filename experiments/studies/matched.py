@@ -12,7 +12,6 @@ from cdgrab.sparsify.simple import TopK
 from cdgrab.sparsify.threshold import largest
 from experiments.training.on_device import KINDS
 from experiments.training.on_device.base import Selection
-from experiments.training.on_device.counting import how_many
 from experiments.training.on_device.peers import TopKs
 
 MATCHED = "topk_matched"
@@ -52,8 +51,8 @@ class MatchedTopKs(TopKs):
     def most(self) -> Tensor:
         return self._largest.round().long()
 
-    def learn(self, found: Selection) -> None:
-        density = (how_many(found.union).double() / self.dim).clamp(min=1 / self.dim)
+    def learn(self, found: Selection, sent: Tensor) -> None:
+        density = (sent.double() / self.dim).clamp(min=1 / self.dim)
         wanted = (self.now(self._densities) / density) ** FOLLOWING
         self._largest.mul_(wanted * self.now(self._change)).clamp_(1, self.dim)
 

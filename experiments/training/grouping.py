@@ -74,8 +74,8 @@ def _fit_in_memory(member: Member) -> int:
     data = sum(tensor.nbytes for tensor in member.task.data["train"])
     unit_gradients = config.workers * (member.task.units_per_step if member.sorter.needs_gradients else 1)
     vectors = 6 + 3 * unit_gradients  # parameters, optimiser and their successors; gradients
-    if member.sparse_mean is not None:  # what is averaged and what is not sent yet; on a GPU also their ranks
-        vectors += (20 if member.device.type == "cuda" else 3) * config.workers
+    if member.sparse_mean is not None:  # what is averaged, what is not sent yet; on a GPU, what is compared
+        vectors += (8 if member.device.type == "cuda" else 3) * config.workers
     vectors += config.workers * bool(config.sparsifier.get("momentum_correction"))
     own = data + vectors * dim * DTYPES[config.task.dtype].itemsize
     own += BLOCK_BYTES["cuda"] * (member.device.type == "cuda")

@@ -93,8 +93,9 @@ class Sparse(Kind):
         forget(self._residual, found.union, self._feedback, otherwise=True)
         if self._momentum is not None:
             forget(self._momentum, found.union, self._masking, otherwise=False)
-        self._record(found)
-        self.learn(found)
+        sent = how_many(found.union)
+        self._record(found, sent)
+        self.learn(found, sent)
         self.iteration += 1
         return update
 
@@ -110,11 +111,11 @@ class Sparse(Kind):
         """accumulated [runs, workers, dim]"""
         raise NotImplementedError
 
-    def learn(self, found: Selection) -> None:
-        """Adapt to what was selected."""
+    def learn(self, found: Selection, sent: Tensor) -> None:
+        """Adapt to what was selected; sent [runs]: how many in all."""
 
-    def _record(self, found: Selection) -> None:
-        others, counts, sent = self.workers - 1, found.counts, how_many(found.union)
+    def _record(self, found: Selection, sent: Tensor) -> None:
+        others, counts = self.workers - 1, found.counts
         longest, total = counts.amax(1), counts.sum(1)
         indices = others * (COUNT + INDEX * longest)
         values = 2 * others * (VALUE * sent) // self.workers

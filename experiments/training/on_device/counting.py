@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BITS, DIGIT = 31, 4
-PIECE = 4096
+PIECE = 4096  # coordinates of which one program counts those that are chosen
 
 
 class Groups:

@@ -103,7 +103,7 @@ class ExDynas(Sparse):
 
     # -- adaptation ---------------------------------------------------------------------------------------------------
 
-    def learn(self, found: Selection) -> None:
+    def learn(self, found: Selection, sent: Tensor) -> None:
         ratio = found.counts.sum(1) / self.targets.double()
         if not self._counts:
             self._value.mul_(paper_factor(ratio)).clamp_(min=SMALLEST)

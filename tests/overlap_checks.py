@@ -1,0 +1,120 @@
+"""Part of `dropin_checks`: exchanges of DDP's buckets beside the backward pass, with two processes."""
+
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from dropin_cases import dataset, gathered, network, parallel, sampler_of, train
+from torch import nn
+
+from cdgrab.runtime import exchange, overlap
+from cdgrab.runtime import group as workers
+
+
+def results():
+    return {"overlapped": overlapped(), "held up": held_up(), "failed once": failed_once()}
+
+
+class Waiting(torch.autograd.Function):
+    """Holds up the backward pass until `until` is set."""
+
+    until, in_time = threading.Event(), []
+
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        Waiting.in_time.append(Waiting.until.wait(10))
+        return gradient
+
+
+class Stopped(nn.Module):
+    """The backward pass stops between the last layer and the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = network()
+
+    def forward(self, inputs):
+        return self.parts[2](Waiting.apply(self.parts[:2](inputs)))
+
+
+def overlapped():
+    """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
+    first one, which is not held up, DDP has a single bucket."""
+    workers.WHOLE, averaged = 0, overlap.OverlappingHook._exchange
+    Waiting.until.set()
+
+    def noted(*arguments):
+        yield from averaged(*arguments)
+        Waiting.until.set()
+
+    model = parallel(Stopped())
+    with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
+        train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
+    return gathered(Waiting.in_time)
+
+
+class Late(torch.autograd.Function):
+    """The backward pass of the last process takes a while."""
+
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(0.2 * (dist.get_rank() + 1 == dist.get_world_size()))
+        return gradient
+
+
+class Uneven(nn.Module):
+    """Two large layers and then, in the backward pass, a small one. Where processes get there late, the others are
+    ahead by the whole of it, or wait for them in the middle of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(*sizes, bias=False).double() for sizes in ((6, 2), (2, 30), (30, 2)))
+
+    def forward(self, inputs):
+        small, large, last = self.layers
+        return Late.apply(last(large(Late.apply(small(inputs)))))
+
+
+def held_up():
+    """Weights after steps in which one process is late again and again, and short buckets follow long ones. Nobody may
+    wait for somebody who waits for him."""
+    workers.WHOLE = 30
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = parallel(Uneven(), process_group=group)
+    train(model, sampler_of(process_group=group).attach(model), 1, stop_after=4)
+    return gathered([parameter.detach().clone() for parameter in model.parameters()])
+
+
+def failed_once():
+    """The error of a step in which every process fails amid an exchange, one of them late; and gradients afterwards."""
+    workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=20))
+    model, spread = parallel(process_group=group), exchange.Messages.spread
+    sampler = sampler_of(process_group=group).attach(model)
+    train(model, sampler, 1, stop_after=2)
+
+    def late(messages):
+        time.sleep(0.2 * dist.get_rank())
+        spread(messages)
+
+    full = mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room"))
+    with full, mock.patch.object(exchange.Messages, "spread", late):
+        try:
+            train(model, sampler, 1, stop_after=1)
+        except MemoryError as error:
+            message = str(error)
+    model.zero_grad()
+    with sampler.paused():
+        model(dataset()[:3][1]).sum().backward()
+    return message, gathered([parameter.grad.clone() for parameter in model.parameters()])
