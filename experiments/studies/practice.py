@@ -20,7 +20,7 @@ from experiments.report.names import LOSS
 from experiments.report.statistics import SAME_LOSS, counted, median
 from experiments.report.text import minus
 from experiments.studies.parts import Part
-from experiments.studies.practice_training import BATCH, COIN, EXAMPLE, FIXED, REFORMED, SHUFFLE, cost, train
+from experiments.studies.practice_training import BATCH, COIN, EXAMPLE, FIXED, REFORMED, ROTATED, SHUFFLE, cost, train
 from experiments.studies.verdicts import Verdict, beyond_chance, judge, repeated, select
 
 PILOT, TRAINED, COST = "pilot", "trained", "cost"  # kinds of parts
@@ -34,6 +34,7 @@ ARMS = {
     FIXED: "fixed batches at random",
     COIN: "batches by coins",
     BATCH: "CD-GraB's batches",
+    ROTATED: "CD-GraB's batches, rotated",
     EXAMPLE: "CD-GraB's examples",
     REFORMED: "CD-GraB's reformed batches",
 }
@@ -150,6 +151,8 @@ def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:
             yield compared(means, name, arm, SHUFFLE, SCORE)
             if arm == COIN:
                 yield compared(means, name, BATCH, COIN, LOSS)
+            if arm == ROTATED:
+                yield compared(means, name, ROTATED, BATCH, LOSS)
 
 
 def judged(means: DataFrame, settings: DictConfig) -> Iterator[tuple[Comparison, Verdict]]:

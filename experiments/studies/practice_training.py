@@ -21,6 +21,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 from cdgrab import OrderedBatchSampler, streams
 from cdgrab.balance.rules import reorder_pairs
 from cdgrab.runtime.connection import pick_device
+from cdgrab.sorters import SORTERS
+from cdgrab.sorters.coordinated import CoordinatedPairBalance
 from experiments.data.sources import Source
 from experiments.store.records import significant
 from experiments.studies.practice_data import Examples, augmented
@@ -34,6 +36,7 @@ from experiments.training.composition import compose_config
 SHUFFLE, FIXED = "shuffle", "fixed"  # fresh ones in every epoch, as of DataLoader(shuffle=True); the same, at random
 BATCH, EXAMPLE, REFORMED = "batch", "example", "reformed"  # ordered by CD-GraB
 COIN = "coin"  # the same as `batch`, but coins decide the signs
+ROTATED = "rotated"  # the same as `batch`, but every order begins at a random place
 NEIGHBOURS = 4  # batches that exchange their examples when they are reformed
 WARM_UP = 0.05  # of all steps, where the rate decays
 MOMENTUM = 0.9  # of SGD
@@ -114,7 +117,9 @@ def batches(
     if arm == SHUFFLE:
         generator = torch.Generator().manual_seed(seed)
         return BatchSampler(RandomSampler(range(examples), generator=generator), size, drop_last=False)
-    unit, sorter = "example" if arm == EXAMPLE else "batch", {FIXED: "d_rr", COIN: "shuffle_once"}.get(arm, "cd_grab")
+    SORTERS.setdefault(ROTATED, RotatedPairBalance)
+    sorter = {FIXED: "d_rr", COIN: "shuffle_once", ROTATED: ROTATED}.get(arm, "cd_grab")
+    unit = "example" if arm == EXAMPLE else "batch"
     sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed, diagnose=diagnose)
     if arm in (FIXED, COIN):
         return CoinFlips(sampler, seed) if arm == COIN else sampler
@@ -140,6 +145,16 @@ class CoinFlips:
             self._order = reorder_pairs(self._order, torch.from_numpy(2 * coins - 1).to(torch.int8)[None])
         self._epoch += 1
         yield from (self._batches[number] for number in self._order[0].tolist())
+
+
+class RotatedPairBalance(CoordinatedPairBalance):
+    """CD-GraB whose orders begin at a random place and go on at the front when they have reached the end. Balancing
+    keeps batches at the ends of an order there, so that some come twice in a row and others late; here none does. Sums
+    over the first batches of an order are differences of two such sums then, at most twice as large."""
+
+    def next_order(self, epoch: int) -> Tensor:
+        order = super().next_order(epoch)
+        return order.roll(-int(streams.stream(self.seed, "study", epoch).integers(self.units)), 1)
 
 
 class Reformed:
