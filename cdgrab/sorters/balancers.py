@@ -15,6 +15,7 @@ from cdgrab.runtime.fields import FLOAT64, Field
 from cdgrab.runtime.group import WorkerGroup
 
 BLOCK_BYTES = 2**20  # of rows; smaller blocks spend more time on calls than on arithmetic
+BRIEF = 2**26  # bytes: a GPU has decided a row of this size before its host could lead it to another stream
 
 
 class Balancer:
@@ -65,11 +66,21 @@ class Balancer:
 
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
+        if rows.shape[:2] == (1, 1) and self._is_quick(rows):
+            return self._decide_row(first, rows)
         limits = self.prepare(first, rows)[:, self.group.local]
-        if self._is_quick(rows) and rows.shape[:2].numel() == 1:
-            self._found = limits.new_empty(self.decisions, dtype=torch.int8) if self._found is None else self._found
-            return self._kernels.balance_row(rows[0, 0], self.running[0], self._limits[:, 0], first, self._found)
         return self._kernels.balance(rows, self.running, limits)
+
+    def _decide_row(self, first: int, rows: Tensor) -> Tensor:
+        """A single row on a GPU. In small models every call of the host's takes longer than what the GPU has to do."""
+        self._move_to(rows.device)
+        if self._found is None:
+            self._found = torch.empty(self.decisions, 1, dtype=torch.int8, device=rows.device)
+        return self._kernels.balance_row(rows, self.running, self._limits, first, self._found)
+
+    def is_brief(self, rows: Tensor) -> bool:
+        """Whether these rows, on a GPU, are not worth another stream."""
+        return rows.nbytes <= BRIEF and rows.shape[:2] == (1, 1) and self._is_quick(rows)
 
     def cleaned(self, rows: Tensor) -> Tensor:
         """On a GPU, these rows with zeros for what is not finite; if they are decided by themselves, that is left to
@@ -83,14 +94,18 @@ class Balancer:
         return alone and hasattr(kernels.for_device(rows.device), "balance_row")
 
     def prepare(self, first: int, rows: Tensor) -> Tensor:
-        """The limits of rows first, first + 1, …, [n, all workers]. Moves the state and all limits to the rows' device,
-        at once: every copy to a GPU waits until it is idle."""
-        if self._kernels is None or self.running.device != rows.device:
-            self._kernels = kernels.for_device(rows.device)
-            for name in self.tensors:
-                setattr(self, name, getattr(self, name).to(rows.device))
-        self._limits = self._limits.to(rows.device)
+        """The limits of rows first, first + 1, …, [n, all workers], on the device of the rows, as is the state then."""
+        self._move_to(rows.device)
         return self._limits[first : first + len(rows)]
+
+    def _move_to(self, device: torch.device) -> None:
+        """The state and all limits at once: every copy to a GPU waits until it is idle."""
+        if self._kernels is None or self.running.device != device:
+            self._kernels = kernels.for_device(device)
+            for name in self.tensors:
+                setattr(self, name, getattr(self, name).to(device))
+        if self._limits.device != device:
+            self._limits = self._limits.to(device)
 
     def local(self, signs: Tensor) -> Tensor:
         """The signs that `decide` returned, of this process's workers: [n, local workers]."""

@@ -85,17 +85,20 @@ class BalancingSorter(Sorter):
             for start, piece in gradient.pieces():
                 self._sketch.add(sums, start, piece[None])
             return self._take(1, self._rows(sums.div_(gradient.scale)[None]))
-        like, shape = gradient.like, (1, 1, self.row_dim)
-        room, empty = self._order_server(like.is_cuda).room, like.new_empty(0, 1, self.row_dim)
-        if self.units_per_row == 2 and not self._unpaired.shape[1]:
-            if self.position + 1 < self.units:
-                self._unpaired = room(like, *shape)
-                gradient.write(self._unpaired.view(-1))
-            return self._take(1, empty)
-        rows = self._unpaired.to(like) if self.units_per_row == 2 else room(like, *shape)
-        gradient.write(rows.view(-1), subtract=self.units_per_row == 2)
-        self._unpaired = empty.view(1, 0, self.row_dim)
-        self._take(1, self._balancer.cleaned(rows))
+        like, shape, pairs = gradient.like, (1, 1, self.row_dim), self.units_per_row == 2
+        if pairs and self._unpaired.shape[1]:
+            rows = self._unpaired.to(like)
+            gradient.write(rows.view(-1), subtract=True)
+            self._unpaired = like.new_empty(1, 0, self.row_dim)
+            return self._take(1, self._balancer.cleaned(rows))
+        if pairs and self.position + 1 == self.units:  # an odd last unit has no partner: its gradient is not needed
+            return self._take(1)
+        row = self._order_server(like.is_cuda).room(like, *shape)
+        gradient.write(row.view(-1))
+        if not pairs:
+            return self._take(1, self._balancer.cleaned(row))
+        self._unpaired = row
+        self._take(1)
 
     def drain(self) -> None:
         found, known = self._server.result() if self._server else None, self.position // self.units_per_row
@@ -136,14 +139,14 @@ class BalancingSorter(Sorter):
         self._unpaired = gradients[:, 2 * pairs :].clone()
         return torch.sub(by_position[0::2], by_position[1::2], out=memory)
 
-    def _take(self, units: int, rows: Tensor) -> None:
-        """Count the units as observed and submit their rows. `position` is advanced before anything that can be
-        interrupted."""
+    def _take(self, units: int, rows: Tensor | None = None) -> None:
+        """Count the units as observed and submit the rows that they complete. `position` is advanced before anything
+        that can be interrupted."""
         first = self.position // self.units_per_row
         self.position += units
         if self.position == self.units:  # an odd last unit has no partner: its gradient is not needed
             self._unpaired = self._unpaired[:, :0]
-        if len(rows):
+        if rows is not None and len(rows):
             self._order_server(rows.is_cuda).submit(first, rows)
 
     def _order_server(self, on_gpu: bool) -> OrderServer:

@@ -2,7 +2,8 @@
 
 This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
 once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
-order: on a GPU in a separate stream; on a CPU in a thread if a core is free, otherwise at once.
+order: on a GPU in a separate stream, but for single rows of small models; on a CPU in a thread if a core is free,
+otherwise at once.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ class OrderServer:
             block.rows = None
 
     def _begin(self, first: int, rows: Tensor) -> _Block:
-        if self._background and rows.is_cuda:
+        if self._background and rows.is_cuda and not self._balancer.is_brief(rows):
             return self._on_a_stream(first, rows)
-        if self._background:
+        if self._background and not rows.is_cuda:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
             return _Block(first, rows, rows.nbytes, future.result, future.result, future.done, future.result)

@@ -18,17 +18,19 @@ COUNTS = ["vectors", "tiles", "index"]  # do not specialise kernels on these val
 
 
 def balance_row(row: Tensor, running: Tensor, limits: Tensor, index: int, signs: Tensor) -> Tensor:
-    """The sign [1, 1] of row [dim] alone, which is written to signs[index]; its limit is limits[index]. What is not
-    finite in it counts as zero. Takes no memory but for a few numbers per program, so that a training beside it keeps
-    its own, and two launches: blocks of rows pay for their matrices with many more."""
-    vector = math.gcd(4, row.numel(), row.data_ptr() // row.element_size())
-    tiles, programs = cut(row.numel(), MOST_COLUMNS, MOST_PROGRAMS)
+    """The sign [1, …] of a row alone, which is written to signs[index]; its limit is limits[index]. All are contiguous,
+    and row and running of one length. What is not finite in the row counts as zero. Takes no memory but for a few
+    numbers per program, so that a training beside it keeps its own, and two launches: blocks of rows pay for their
+    matrices with many more."""
+    dim = row.numel()
+    vector = math.gcd(4, dim, row.data_ptr() // row.element_size())
+    tiles, programs = cut(dim, MOST_COLUMNS, MOST_PROGRAMS)
     products = torch.empty(programs, 2, dtype=torch.float64, device=row.device)
-    where, sizes = (row, running, products, row.numel() // vector, tiles), {"COLUMNS": MOST_COLUMNS, "VECTOR": vector}
+    where, sizes = (row, running, products, dim // vector, tiles), {"COLUMNS": MOST_COLUMNS, "VECTOR": vector}
     launch(_multiply_row_kernel, (programs, 1, 1), where, sizes, 4, False)
     sizes["PROGRAMS"] = 1 << (programs - 1).bit_length()
     launch(_add_row_kernel, (programs, 1, 1), (*where, limits, signs, index), sizes, 4, False)
-    return signs[index].view(1, 1)
+    return signs[index : index + 1]
 
 
 @triton.jit
