@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from synthetic_studies import answers
 
+from cdgrab import CdgrabError
 from experiments.store import records
 from experiments.store.files import ROOT
 from experiments.studies import practice, practice_figures
@@ -77,7 +78,7 @@ def epochs(arm, model, examples=22, size=2, number=3):
 @pytest.mark.filterwarnings("error")
 def test_batches_are_fresh_or_fixed_or_reformed():
     found = {arm: epochs(arm, torch.nn.Linear(22, 3))[1] for arm in practice.ARMS}
-    for arm in ("fixed", "batch", "coin"):
+    for arm in ("fixed", "batch", "coin", "rotated"):
         assert len({frozenset(epoch) for epoch in found[arm]}) == 1 and found[arm][0] != found[arm][1] != found[arm][2]
     for arm in ("shuffle", "example", "reformed"):
         assert len({frozenset(epoch) for epoch in found[arm]}) == 3
@@ -91,6 +92,17 @@ def test_coins_move_batches_as_pair_balancing_does():
         assert ends == [set(before[2 * pair : 2 * pair + 2]) for pair in range(len(before) // 2)]
     fronts = [first.index(batch) % 2 for batch in second[: len(second) // 2]]
     assert 0 < sum(fronts) < len(fronts)  # by chance one or the other
+
+
+def test_rotated_orders_are_those_of_pair_balancing_from_another_place_on():
+    starts = set()
+    for before, after in pairwise(epochs("rotated", torch.nn.Linear(22, 3), number=5)[1]):
+        turned = [after[start:] + after[:start] for start in range(len(after))]
+        pairs = [set(before[2 * pair : 2 * pair + 2]) for pair in range(len(before) // 2)]
+        fits = [all({one[k], one[-1 - k]} == pair for k, pair in enumerate(pairs)) for one in turned]
+        assert sum(fits) == 1
+        starts.add(fits.index(True))
+    assert len(starts) > 1
 
 
 def test_reformed_batches_exchange_examples_with_their_neighbours_only():
@@ -164,6 +176,12 @@ def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(small, mo
     monkeypatch.setattr(practice, "verdicts", lambda table, settings: [])
     carry_out(replace(study, settings=OmegaConf.merge(study.settings, {"chosen": {"mlp": 0.5}})), counted)
     assert totals == [0, 1, 0, cells.count("mlp") - 1]  # not the pilot
+    more = replace(study, settings=OmegaConf.merge(study.settings))
+    more.settings.cells.mlp.arms = [*study.settings.cells.mlp.arms, "coin"]
+    carry_out(more, counted)
+    assert totals[4:] == [1] and "coin" in study.manifest()["settings"]["cells"]["mlp"]["arms"]
+    with pytest.raises(CdgrabError, match="holds results with other cells"):
+        carry_out(study)  # an arm that was judged is not dropped
 
 
 def _say_all(study, monkeypatch, tmp_path):

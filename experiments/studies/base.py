@@ -240,21 +240,30 @@ def _source(task: str, data: str) -> dict:
 
 
 def _grown(before: dict, now: DictConfig) -> bool:
-    """Whether there are cells or methods now that results were not described by, perhaps made by another command."""
-    return any(set(now.get(key, ())) - set(before.get(key, ())) for key in (*ADDED_TO, "cells"))
+    """Whether there are cells, arms or methods now that results were not described by, perhaps made by another
+    command."""
+    cells = before.get("cells", {})
+    added = any(set(now.get(key, ())) - set(before.get(key, ())) for key in ADDED_TO)
+    return added or any(cells.get(name) != own for name, own in now.get("cells", {}).items())
 
 
 def _differs(key: str, before: object, now: object) -> bool:
-    """Sorters, methods and seeds may be added: every part has one, and the parts of the others stay what they are.
-    Cells may be left out besides, and chosen rates differ, by which parts are named: results of others are kept for
-    later. How many runs train together changes none of them."""
+    """Sorters, methods and seeds may be added, and arms to a cell: every part has one, and the parts of the others stay
+    what they are. Cells may be left out besides, and chosen rates differ, by which parts are named: results of others
+    are kept for later. How many runs train together changes none of them."""
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     if key == "cells":
-        return any(before[name] != now[name] for name in before.keys() & now.keys())
+        return not all(_has_all_of(before[name], now[name]) for name in before.keys() & now.keys())
     if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key in ADDED_TO else before != now
+
+
+def _has_all_of(before: dict, now: dict) -> bool:
+    """Whether a cell is the same but for arms that were added."""
+    arms = {"arms": now["arms"]} if "arms" in now else {}
+    return before | arms == now and set(before.get("arms", ())) <= set(now.get("arms", ()))
 
 
 def _settings(config: DictConfig) -> DictConfig:
