@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is loaded: pytest runs in several processes itself
 if hasattr(os, "SCHED_BATCH"):
@@ -18,8 +19,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from experiments.store.files import ROOT
-
+ROOT = Path(__file__).parents[1]
 gc.set_threshold(100_000, 20, 20)  # looking for garbage takes a twentieth of the time otherwise
 settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("reproducible")
@@ -176,3 +176,5 @@ def nothing_stays_behind():
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
             pytest.fail("a process group stays behind")
+    gc.collect()
+    gc.freeze()  # modules that this file has imported: the sampler looks for accelerate's wrappers among all objects
