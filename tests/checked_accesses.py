@@ -8,7 +8,8 @@ bytes of the tensor, and translated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ class Accesses:
 
     def __init__(self, real: object):
         self.real, self.tensors, self.count = real, {}, 0
+        self.patched = set()  # what the running kernel has found patched
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.real, name)
@@ -67,6 +69,13 @@ class Accesses:
         return real
 
 
+@functools.cache
+def seen_from(function: Callable) -> set[str]:
+    """The modules of Triton's language that the interpreter patches for this function."""
+    languages = {id(tl): "language", id(tl.core): "core"}
+    return {languages[id(value)] for value in function.__globals__.values() if id(value) in languages}
+
+
 @contextlib.contextmanager
 def every_access_checked() -> Iterator[Accesses]:
     """Kernels that leave a tensor raise an error of the interpreter. `count` says how many numbers were read or
@@ -74,6 +83,7 @@ def every_access_checked() -> Iterator[Accesses]:
     real = interpreter._interpreter
     accesses = Accesses(real.real if isinstance(real, Accesses) else real)  # within another one, this one checks
     convert, run = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+    patch_language = interpreter._patch_lang
 
     def placed(argument):
         if not isinstance(argument, torch.Tensor):
@@ -87,9 +97,18 @@ def every_access_checked() -> Iterator[Accesses]:
             return run(executor, *arguments, **settings)
         finally:
             accesses.tensors.clear()
+            accesses.patched.clear()
+
+    def patch_once(function):
+        """The interpreter does it again for every function that a kernel calls, which takes longer than to run them."""
+        if (languages := seen_from(function)) <= accesses.patched:
+            return interpreter._LangPatchScope()
+        accesses.patched |= languages
+        return patch_language(function)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_interpreter", accesses)
         patch.setattr(interpreter, "_implicit_cvt", placed)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_and_forget)
         yield accesses
