@@ -125,10 +125,11 @@ class Trainer:
 
     @torch.no_grad()
     def _warm_up(self) -> None:
-        """Trace and compile before any clock runs. TorchScript optimises until its third call."""
+        """Trace and compile before any clock runs. TorchScript optimises until its third call; else one is enough."""
+        calls = 3 if self.gradients.enabled else 1
         for units in {self.units % self.microbatch, min(self.microbatch, self.units)} - {0}:  # the short last step too
             inputs = (self.loop.parameters, *self.loop.carry, *self.task.fetch("train", self.owned[..., :units]))
-            for _ in range(3):
+            for _ in range(calls):
                 unit_gradients, *_ = self.gradients(*inputs)
         if self.per_unit:
             warm_up_sorters([member.config.sorter for member in self.members], unstacked(unit_gradients, self.replicas))
