@@ -19,7 +19,7 @@ from experiments.training.on_device.partitions import Partitions, forget
 from experiments.training.on_device.peers import allotted, dealt
 from experiments.training.on_device.whole import orthonormal
 
-STEPS, DIM, CPU = 40, 900, torch.device("cpu")
+STEPS, DIM, CPU = 24, 900, torch.device("cpu")
 WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
 METHODS = {
     "exdyna": {},
@@ -179,7 +179,7 @@ def test_all_that_a_step_changes_is_changed_in_place():
 def test_runs_that_train_together_have_the_metrics_of_their_own_sparsifiers(monkeypatch):
     """Steps as they are captured on a GPU, without one; the last step of an epoch is a smaller one."""
     common = ["task=cifar10", "sorter=d_rr", "data=embedded", "workers=2", "epochs=2", "device=cpu"]
-    common += ["task.dtype=float32", "task.batch=8", "task.limit=52"]
+    common += ["task.dtype=float32", "task.batch=8", "task.limit=28", "task.test_limit=40"]
     methods = ["exdyna momentum_correction=0.5", "exdyna", "topk", "deft", "micro warm_up_steps=7"]
     methods += ["exdyna rule=paper threshold=paper"]
     runs = [_training(common, f"{method} density=0.05") for method in methods]

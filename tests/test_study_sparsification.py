@@ -29,7 +29,8 @@ from experiments.tasks import cifar10_models as models
 
 TINY = ["study=sparsification", "size=smoke", "study.dim=4000", "study.iterations=20", "study.held_dim=4000"]
 TINY += ["study.settling=60", "study.timed_dim=5000", "study.sparse_steps=3", "study.tasks.lstm_wiki2=null"]
-TINY += ["study.methods=[topk,exdyna]", "study.trained=[dense,exdyna]", "study.tasks.cifar10.limit=64"]
+TINY += ["study.methods=[topk,exdyna]", "study.trained=[dense,exdyna]", "study.tasks.cifar10.limit=32"]
+TINY += ["study.real.cifar10.iterations=4", "study.real.cifar10.crowd_iterations=2"]
 
 
 def test_methods_carry_options():
