@@ -20,6 +20,9 @@ from filelock import FileLock
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
+# Bytecode is kept, as the compiled kernels are: else every process that a test starts compiles all modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 gc.set_threshold(100_000, 20, 20)  # looking for garbage takes a twentieth of the time otherwise
 settings.register_profile("reproducible", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("reproducible")
