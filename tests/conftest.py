@@ -179,5 +179,7 @@ def nothing_stays_behind():
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
             pytest.fail("a process group stays behind")
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")  # a notebook shows all figures that are open
     gc.collect()
     gc.freeze()  # modules that this file has imported: the sampler looks for accelerate's wrappers among all objects

@@ -4,12 +4,13 @@ import json
 import os
 import signal
 import sys
-import time
+from itertools import count
 
 import pytest
 import torch
-from forked import elsewhere, started
-from torch.utils.data import DataLoader
+from forked import elsewhere, started, wait_until_stopped
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin.refusals import refuse_wrappers
@@ -85,21 +86,31 @@ def test_a_loader_of_accelerate_that_reads_on_one_process_only_is_refused_on_sev
         refuse_wrappers(sampler, 2)
 
 
-def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path):
+def test_a_killed_script_ends_as_if_it_had_not_been(tmp_path, monkeypatch):
     """Dropout, BatchNorm, loader processes, accumulation and a scaler; killed in the middle of the second epoch."""
+    fewer = TensorDataset(*(tensor[:800] for tensor in resumable.loans().tensors))
+    monkeypatch.setattr(resumable, "loans", lambda: fewer)
     whole, killed = tmp_path / "whole", tmp_path / "killed"  # folders that do not exist yet
     expected = resumable.main(str(whole), "cd_grab", "2")
-    with started(in_a_session, str(killed), "cd_grab", "2") as process:
-        while not saved_batches(killed) > 250 and process.is_alive():
-            time.sleep(0.1)
-        assert process.is_alive()
+    assert saved_batches(whole) == 2 * 100
+    with started(in_a_session, 151, str(killed), "cd_grab", "2") as process:
+        wait_until_stopped(process)
         os.killpg(process.pid, signal.SIGKILL)
-    assert 248 < saved_batches(killed) < 496
+    assert saved_batches(killed) == 140
     assert resumable.main(str(killed), "cd_grab", "2") == expected
 
 
-def in_a_session(*arguments):
+def in_a_session(batches, *arguments):
+    """The script, which stands still in the batch of this number, or it may be done before anybody looks."""
     os.setsid()  # so that the loader's processes can be killed with it
+    loss, number = nn.functional.cross_entropy, count(1)
+
+    def stop(*arguments):
+        if next(number) == batches:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return loss(*arguments)
+
+    nn.functional.cross_entropy = stop
     resumable.main(*arguments)
 
 
