@@ -30,7 +30,7 @@ from experiments.studies.verdicts import select
 OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
 OWN_COLOURS |= {OURS + CALM: "#5b2a86", OURS + CALM + SLOW: "#5b2a86", OURS + SLOW: "#c2459a"}
 OWN_COLOURS |= {CORRECTED: "#e07b39", BOTH: "#e07b39", UNMASKED: "#8c5a2b"}
-COLUMNS = ("methods", "what might help")
+COLUMNS = ("methods", "what might help")  # pairs of them
 HELP = {"momentum", "momentum_correction", "rate", "warm_up"}  # options
 DASHES = {  # strokes and gaps, by option
     "momentum": (1, 1.2),
@@ -50,21 +50,23 @@ def densities(study: Study) -> list[float]:
 
 @plots.styled
 def curves(study: Study, density: float) -> Figure:
-    """Train loss by epoch, and against the bytes that a worker has sent; for every model and worker count a column of
-    methods, and one of what might help them."""
+    """Train loss by epoch, and against the bytes that a worker has sent: first of all methods, then of what might help
+    them. A row for every model and worker count."""
     settings = study.settings
     chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
-    columns = [(name, helped) for name in chosen for helped in (False, True)]
-    titles = [cell_label(settings, reference(settings, name)) + ": " + COLUMNS[helped] for name, helped in columns]
-    figure, axes = plots.panels(2, len(columns), max(13, 4.8 * len(columns)), 8, titles)
-    for (above, below), (name, helped) in zip(axes.T, columns, strict=True):
-        for cell in (reference(settings, name), name):
-            for method, sorter in runs(settings, cell):
-                if _belongs(method, sorter, helped):
-                    _draw(above, below, select(study.table, cell=cell, method=method, sorter=sorter), method, sorter)
-        above.set(xlabel="epoch", ylabel="full train loss")
-        below.set(xlabel="bytes that a worker has sent", ylabel="full train loss", xscale="log")
-        plots.whole_numbers(above.xaxis, 6)
+    titles = [f"{which}, {against}" for which in COLUMNS for against in ("epoch by epoch", "by what is sent")]
+    figure, axes = plots.panels(len(chosen), len(titles), 17, 3.3 * len(chosen) + 2.2, titles)
+    for row, name in zip(axes, chosen, strict=True):
+        for helped, (by_epoch, by_bytes) in enumerate(zip(row[::2], row[1::2], strict=True)):
+            for cell in (reference(settings, name), name):
+                for method, sorter in runs(settings, cell):
+                    if _belongs(method, sorter, bool(helped)):
+                        rows = select(study.table, cell=cell, method=method, sorter=sorter)
+                        _draw(by_epoch, by_bytes, rows, method, sorter)
+            by_epoch.set(xlabel="epoch", ylabel="full train loss")
+            by_bytes.set(xlabel="bytes that a worker has sent", xscale="log")
+            plots.whole_numbers(by_epoch.xaxis, 6)
+        row[0].set_ylabel(cell_label(settings, reference(settings, name)) + "\nfull train loss")
     note = "means over seeds that have not diverged, from the first epoch on"
     title = f"Training with {density:g} of the gradient, against epochs and against bytes"
     return plots.finish(figure, title, f"{note} · {study.caption()}", entry=2.6)
@@ -77,10 +79,10 @@ def _belongs(method: str, sorter: str, helped: bool) -> bool:
     return helped == bool(HELP & options_of(method)[1].keys())
 
 
-def _draw(above: Axes, below: Axes, rows: DataFrame, method: str, sorter: str) -> None:
+def _draw(by_epoch: Axes, by_bytes: Axes, rows: DataFrame, method: str, sorter: str) -> None:
     means = rows[rows["epoch"] > 0].groupby("epoch")[[LOSS, "sent"]].mean()
-    above.plot(means.index, means[LOSS], **_line(method, sorter))
-    below.plot(means["sent"], means[LOSS], **_line(method, sorter))
+    by_epoch.plot(means.index, means[LOSS], **_line(method, sorter))
+    by_bytes.plot(means["sent"], means[LOSS], **_line(method, sorter))
 
 
 def _line(method: str, sorter: str) -> dict:
@@ -97,17 +99,17 @@ def _line(method: str, sorter: str) -> dict:
 @text.table
 def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """In random orders: losses as multiples of the dense one, and what is sent for them, by density."""
-    losses, whole = ends(table, settings), [name for name in cells(settings) if "density" not in settings.cells[name]]
-    for base in whole:
-        alike = {
-            settings.cells[name].get("density"): name for name in cells(settings) if reference(settings, name) == base
-        }
+    losses, own = ends(table, settings), settings.cells
+    falling = sorted({own[name].get("density", 1) for name in cells(settings)}, reverse=True)
+    for base in (name for name in cells(settings) if "density" not in own[name]):
+        alike = {own[name].get("density", 1): name for name in cells(settings) if reference(settings, name) == base}
         methods = dict.fromkeys(method for name in alike.values() for method, _ in runs(settings, name))
         for method in methods:
-            row = {"": cell_label(settings, base), "method": _line(method, BASELINE)["label"], "whole gradients": ""}
-            for density, name in sorted(alike.items(), key=lambda item: -(item[0] or 1)):
-                of = f"density {density:g}" if density else "whole gradients"
-                row[of] = _end(table, losses, name, method, base) if (method, BASELINE) in runs(settings, name) else ""
+            row = {"": cell_label(settings, base), "method": _line(method, BASELINE)["label"]}
+            for density in falling:
+                of, name = f"density {density:g}" if density < 1 else "whole gradients", alike.get(density)
+                there = name and (method, BASELINE) in runs(settings, name)
+                row[of] = _end(table, losses, name, method, base) if there else ""
             yield row
 
 
