@@ -102,6 +102,25 @@ def test_what_momentum_does_is_told_from_what_sparsification_does(study):
     assert answers == ["undecided"] * 4  # nothing is lost: there is nothing to explain
 
 
+def test_cells_with_few_methods_and_densities_are_judged_and_told_by_what_they_have(study):
+    settings = study.settings.copy()
+    chosen = ("lenet_8", "lenet_8_hundredth", "lenet_8_tenth", "lstm_8", "lstm_8_hundredth")
+    settings.cells = {name: settings.cells[name] for name in chosen}
+    table = made_up(settings, exdyna=1.4).assign(sent=1e6)
+    claims = [v.claim for v in verdicts(table, settings)]
+    of = {name: {claim.split(": ", 1)[1] for claim in claims if claim.startswith(name)} for name in ("LeNet", "LSTM")}
+    assert of["LSTM"] < of["LeNet"] and "ExDyna ends lower than Top-k" in of["LSTM"]
+    missing = of["LeNet"] - of["LSTM"]
+    assert all(any(words in claim for words in ("warm-up", "half the rate", "not masked")) for claim in missing)
+    rows = [line.split("|")[1:-1] for line in compression_figures.summary_table(table, settings).splitlines()]
+    assert [name.strip() for name in rows[0][2:]] == ["whole gradients", "density 0.1", "density 0.01"]
+    filled = {(row[0].strip(), row[1].strip()): [bool(cell.strip()) for cell in row[2:]] for row in rows[2:]}
+    assert filled["LeNet-CIFAR-10, 8 workers", "ExDyna"] == [False, True, True]
+    assert filled["LSTM-WikiText-2, 8 workers", "ExDyna"] == [False, False, True]
+    assert filled["LSTM-WikiText-2, 8 workers", "PowerSGD"] == [True, False, False]
+    assert ("LSTM-WikiText-2, 8 workers", "ExDyna, half the rate") not in filled
+
+
 def test_a_run_that_diverged_decides_nothing(study):
     settings = study.settings.copy()
     settings.cells = {name: settings.cells[name] for name in ("lenet_8", "lenet_8_hundredth")}
@@ -122,7 +141,9 @@ def test_some_of_it(monkeypatch, tmp_path):
     assert len(study.verdicts()) == 7
     figure = compression_figures.curves(study, 0.01)
     model = "LeNet-CIFAR-10, 8 workers"
-    assert [panel.get_title() for panel in figure.axes] == [f"{model}: methods", f"{model}: what might help", "", ""]
-    drawn = [{line.get_label() for line in panel.lines} for panel in figure.axes[:2]]
+    which = ("methods", "what might help")
+    titles = [f"{some}, {against}" for some in which for against in ("epoch by epoch", "by what is sent")]
+    assert [panel.get_title() for panel in figure.axes] == titles and model in figure.axes[0].get_ylabel()
+    drawn = [{line.get_label() for line in panel.lines} for panel in figure.axes[::2]]
     assert drawn == [{"dense", "PowerSGD", "ExDyna"}, {"dense", "ExDyna", "ExDyna, momentum correction, warm-up"}]
     assert "ExDyna, momentum correction, warm-up" in compression_figures.end_table(study.table, study.settings)
