@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cdgrab import CdgrabError, OrderedBatchSampler
@@ -288,7 +288,18 @@ def test_single_examples_are_ordered():
     assert visited[0] != visited[1] and len(visited[0]) == len(sampler) == 9
 
 
+class Stream(IterableDataset):
+    """One that knows how long it is."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
 BAD = {
+    "an iterable one has no order": lambda: OrderedBatchSampler(Stream(), 4),
     "the dataset must have a length": lambda: OrderedBatchSampler([], 4),
     "and examples by number": lambda: OrderedBatchSampler(DataLoader([1, 2]), 4),
     "use_distributed_sampler=False": lambda: OrderedBatchSampler(SequentialSampler(dataset()), 4, drop_last=True),

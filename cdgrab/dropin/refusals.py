@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from cdgrab.checks import differences
 from cdgrab.errors import CdgrabError
@@ -41,7 +41,7 @@ def refuse_dataset(dataset: object) -> None:
     except TypeError:  # it has none
         examples = 0
     by_number = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")  # a DataLoader has neither
-    if not examples or not by_number:
+    if not examples or not by_number or isinstance(dataset, IterableDataset):  # which has __getitem__, that fails
         raise CdgrabError(
             "the dataset must have a length of at least 1, and examples by number: an iterable one has no order to "
             "choose (a list of its examples has)"
