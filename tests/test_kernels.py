@@ -71,11 +71,11 @@ def test_rows_one_by_one_are_balanced_as_by_the_plain_loop(on_gpu, dim, dtype, w
     monkeypatch.setattr(gpu.single, "MOST_PROGRAMS", 2)
     rows, limits = make_rows(12, 1, dim, dtype, False).to(device), width * uniform(12, 1).to(device)
     rows[3, 0, 2], rows[8, 0, :2] = torch.nan, torch.tensor([torch.inf, -torch.inf])
-    running, signs = torch.zeros(1, dim, dtype=torch.float64, device=device), torch.zeros(12, dtype=torch.int8)
+    running, signs = torch.zeros(1, dim, dtype=torch.float64, device=device), torch.zeros(12, 1, dtype=torch.int8)
     expected, signs = running.clone(), signs.to(device)
     for index, row in enumerate(rows):
-        assert gpu.balance_row(row[0], running[0], limits[:, 0], index, signs) == signs[index]
-    assert torch.equal(signs[:, None], balance.balance(rows.nan_to_num(0.0, 0.0, 0.0), expected, limits))
+        assert gpu.balance_row(row[None], running, limits, index, signs) == signs[index]
+    assert torch.equal(signs, balance.balance(rows.nan_to_num(0.0, 0.0, 0.0), expected, limits))
     torch.testing.assert_close(running, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -266,3 +267,19 @@ def test_signs_that_are_lost_are_refused_not_shifted():
 def test_bad_options_are_one_sentence(options, message):
     with pytest.raises(CdgrabError, match=message):
         cdgrab.make_sorter("cd_grab", workers=2, units=4, dim=3, **options)
+
+
+def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other():
+    """On a GPU a row by itself is decided in the stream of whoever observes it, a block of rows in another one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dim, cuts = 150_000, (0, 2, 8, 9, 11, 12, 24, 25, 26, 32)  # such rows are decided by themselves
+    gradients = make_gradients("random", 3, 1, cuts[-1], dim).float()
+    sorter, one_by_one = make("cd_grab", *gradients.shape[1:]), make("cd_grab", *gradients.shape[1:], background=False)
+    for epoch, every in enumerate(gradients):
+        assert torch.equal(sorter.order(epoch), one_by_one.order(epoch))
+        there = every.to(device)
+        for start, end in pairwise(cuts):
+            sorter.observe(range(start, end), there[:, start:end])
+        for unit in range(cuts[-1]):
+            one_by_one.observe([unit], every[:, unit : unit + 1])
+    assert torch.equal(sorter.order(3), one_by_one.order(3))

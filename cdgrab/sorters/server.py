@@ -42,7 +42,8 @@ class OrderServer:
     def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool) -> None:
         self._balancer, self._buffer_bytes, self._background = balancer, buffer_bytes, background
         self._pool: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None  # one beside the training's
+        self._last: torch.cuda.Stream | None = None  # in which rows were decided last
         self._spares: list[Tensor] = []  # memory of rows that were decided
         self.forget()
 
@@ -107,8 +108,8 @@ class OrderServer:
         blocks, self._decided = self._decided, []
         if not blocks:
             return None
-        if self._stream:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._last:
+            _follow(self._last)
         return blocks[0].first, torch.cat([block.signs() for block in blocks]).cpu()
 
     def drain(self) -> None:
@@ -132,9 +133,9 @@ class OrderServer:
             block.rows = None
 
     def _begin(self, first: int, rows: Tensor) -> _Block:
-        if self._background and rows.is_cuda and not self._balancer.is_brief(rows):
+        if self._background and rows.is_cuda:
             return self._on_a_stream(first, rows)
-        if self._background and not rows.is_cuda:
+        if self._background:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
             return _Block(first, rows, rows.nbytes, future.result, future.result, future.done, future.result)
@@ -143,12 +144,24 @@ class OrderServer:
         return _Block(first, None, 0, _at_once, _at_once, lambda: True, lambda: signs)
 
     def _on_a_stream(self, first: int, rows: Tensor) -> _Block:
-        self._stream = self._stream or torch.cuda.Stream(rows.device)
-        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._stream):
+        """One beside the training's, unless that takes the host longer than the GPU takes for the rows. Whatever was
+        decided in another one comes first."""
+        current = torch.cuda.current_stream(rows.device)
+        brief = self._balancer.is_brief(rows)
+        if not brief:
+            self._side = self._side or torch.cuda.Stream(rows.device)
+            self._side.wait_stream(current)
+        stream = current if brief else self._side
+        if self._last not in (None, stream):
+            stream.wait_stream(self._last)
+        self._last = stream
+        with torch.cuda.device(rows.device) if brief else torch.cuda.stream(stream):
             signs = self._balancer.decide(first, rows)
-        rows.record_stream(self._stream)
-        done = self._stream.record_event()
+        if brief:  # there is nothing to wait for but in another stream
+            follow = partial(_follow, stream)
+            return _Block(first, rows, 0, follow, follow, lambda: True, lambda: signs)
+        rows.record_stream(stream)
+        done = stream.record_event()
         hand_over = partial(_wait_in_stream, done, rows.device)
         return _Block(first, rows, rows.nbytes, done.synchronize, hand_over, done.query, lambda: signs)
 
@@ -170,6 +183,13 @@ class _Block:
 
 def _at_once() -> None:
     """Nothing to wait for."""
+
+
+def _follow(stream: torch.cuda.Stream) -> None:
+    """Whatever is queued on this GPU from now on comes after what is queued in this stream."""
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
 
 
 def _wait_in_stream(event: torch.cuda.Event, device: torch.device) -> None:

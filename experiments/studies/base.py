@@ -204,7 +204,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
 def _refuse_other_settings(study: Study) -> None:
     stored, settings = study.manifest().get("settings", {}), OmegaConf.to_container(study.settings)
     common = stored.keys() & settings.keys()  # settings that did not exist then don't count
-    if differing := sorted(key for key in common if _differs(key, stored[key], settings[key])):
+    if differing := sorted(key for key in common if _differs(key, stored, settings)):
         raise CdgrabError(
             f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
         )
@@ -247,23 +247,25 @@ def _grown(before: dict, now: DictConfig) -> bool:
     return added or any(cells.get(name) != own for name, own in now.get("cells", {}).items())
 
 
-def _differs(key: str, before: object, now: object) -> bool:
+def _differs(key: str, stored: dict, settings: dict) -> bool:
     """Sorters, methods and seeds may be added, and arms to a cell: every part has one, and the parts of the others stay
     what they are. Cells may be left out besides, and chosen rates differ, by which parts are named: results of others
     are kept for later. How many runs train together changes none of them."""
+    before, now = stored[key], settings[key]
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     if key == "cells":
-        return not all(_has_all_of(before[name], now[name]) for name in before.keys() & now.keys())
+        usual = settings.get("usual", {}).get("arms", ())
+        return not all(_has_all_of(before[name], now[name], usual) for name in before.keys() & now.keys())
     if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key in ADDED_TO else before != now
 
 
-def _has_all_of(before: dict, now: dict) -> bool:
-    """Whether a cell is the same but for arms that were added."""
-    arms = {"arms": now["arms"]} if "arms" in now else {}
-    return before | arms == now and set(before.get("arms", ())) <= set(now.get("arms", ()))
+def _has_all_of(before: dict, now: dict, usual: Sequence[str]) -> bool:
+    """Whether a cell is the same but for arms that were added; usual: those of a cell that names none."""
+    arms_before, arms = (set(own.get("arms", usual)) for own in (before, now))
+    return before | {"arms": None} == now | {"arms": None} and arms_before <= arms
 
 
 def _settings(config: DictConfig) -> DictConfig:

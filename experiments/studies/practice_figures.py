@@ -28,8 +28,13 @@ from experiments.studies.practice import (
 from experiments.studies.practice_training import BATCH, COIN, EXAMPLE, FIXED, REFORMED, ROTATED, SHUFFLE
 from experiments.studies.verdicts import EQUAL, FAILS, HOLDS, UNDECIDED, Verdict, select
 
-COLOURS = {FIXED: "#3465a4", COIN: "#6a9955", BATCH: "#c4322b", EXAMPLE: "#e69f00", REFORMED: "#7b5ea7"} | {
-    ROTATED: "#2aa198"
+COLOURS = {
+    FIXED: "#3465a4",
+    COIN: "#6a9955",
+    BATCH: "#c4322b",
+    EXAMPLE: "#e69f00",
+    REFORMED: "#7b5ea7",
+    ROTATED: "#2aa198",
 }
 ORDERED = {BATCH: "batches", EXAMPLE: 'examples (`unit="example"`)'}  # by options of the sampler
 ANSWERS = {HOLDS: "helps", FAILS: "harms", EQUAL: "makes no difference", UNDECIDED: "cannot tell"}

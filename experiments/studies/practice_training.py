@@ -9,6 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice
 
@@ -22,6 +23,7 @@ from cdgrab import OrderedBatchSampler, streams
 from cdgrab.balance.rules import reorder_pairs
 from cdgrab.runtime.connection import pick_device
 from cdgrab.sorters import SORTERS
+from cdgrab.sorters.base import Sorter
 from cdgrab.sorters.coordinated import CoordinatedPairBalance
 from experiments.data.sources import Source
 from experiments.store.records import significant
@@ -117,14 +119,25 @@ def batches(
     if arm == SHUFFLE:
         generator = torch.Generator().manual_seed(seed)
         return BatchSampler(RandomSampler(range(examples), generator=generator), size, drop_last=False)
-    SORTERS.setdefault(ROTATED, RotatedPairBalance)
     sorter = {FIXED: "d_rr", COIN: "shuffle_once", ROTATED: ROTATED}.get(arm, "cd_grab")
     unit = "example" if arm == EXAMPLE else "batch"
-    sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed, diagnose=diagnose)
-    if arm in (FIXED, COIN):
-        return CoinFlips(sampler, seed) if arm == COIN else sampler
-    sampler.attach(model)
+    with _registered(ROTATED, RotatedPairBalance):
+        sampler = OrderedBatchSampler(range(examples), size, sorter=sorter, unit=unit, seed=seed, diagnose=diagnose)
+        if arm not in (FIXED, COIN):
+            sampler.attach(model)
+    if arm == COIN:
+        return CoinFlips(sampler, seed)
     return Reformed(sampler, examples, seed) if arm == REFORMED else sampler
+
+
+@contextmanager
+def _registered(name: str, sorter: type[Sorter]) -> Iterator[None]:
+    """While a sampler is being made: it is this study's own."""
+    SORTERS[name] = sorter
+    try:
+        yield
+    finally:
+        del SORTERS[name]
 
 
 class CoinFlips:
@@ -148,9 +161,12 @@ class CoinFlips:
 
 
 class RotatedPairBalance(CoordinatedPairBalance):
-    """CD-GraB whose orders begin at a random place and go on at the front when they have reached the end. Balancing
-    keeps batches at the ends of an order there, so that some come twice in a row and others late; here none does. Sums
-    over the first batches of an order are differences of two such sums then, at most twice as large."""
+    """CD-GraB whose orders begin at a random place and go on at the front after the end.
+
+    What is at an end of an order is at one of the next, too, so that some batches come twice in a row and others late.
+    Here no place is an end. The order is still balanced: a sum over its first batches is the difference of two such
+    sums of CD-GraB's order, so at most twice as large.
+    """
 
     def next_order(self, epoch: int) -> Tensor:
         order = super().next_order(epoch)
