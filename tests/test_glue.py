@@ -264,7 +264,7 @@ def test_tokens_are_those_of_the_checkpoints_text(settings):
     assert (task.fetch("train", torch.arange(ROWS))[1] == 31).any()  # others had to be cut
 
 
-# -- runs -----------------------------------------------------------------------------------------------------------------
+# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["frozen", "tiny_gpt2"])
