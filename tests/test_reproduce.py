@@ -49,7 +49,7 @@ def reproduce_twice():
 def reproduced(checkout):
     """`make reproduce-LR-HMDA …`, then `make reproduce-all …`, on real small sweeps: the folder and both outputs.
     The LSTM reads little: scores for every word of a vocabulary would take longer than all the other runs. Steps are
-    traced in the tests of every task, and not here: that, too, takes longer than such runs."""
+    traced in the tests of the tasks, and not here: that, too, takes longer than such runs."""
     little = {"chunk_length: 35 ": "chunk_length: 8 ", "test_chunks: null": "test_chunks: 8"}
     replace_in(checkout / "configs" / "task" / "lstm_wiki2.yaml", little)
     replace_in(checkout / "configs" / "config.yaml", {"compile: auto ": "compile: 'off' "})

@@ -66,7 +66,7 @@ class Balancer:
 
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
-        if rows.shape[:2] == (1, 1) and self._is_quick(rows):
+        if self._is_quick(rows):
             return self._decide_row(first, rows)
         limits = self.prepare(first, rows)[:, self.group.local]
         return self._kernels.balance(rows, self.running, limits)
@@ -80,7 +80,7 @@ class Balancer:
 
     def is_brief(self, rows: Tensor) -> bool:
         """Whether these rows, on a GPU, are not worth another stream."""
-        return rows.nbytes <= BRIEF and rows.shape[:2] == (1, 1) and self._is_quick(rows)
+        return rows.nbytes <= BRIEF and self._is_quick(rows)
 
     def cleaned(self, rows: Tensor) -> Tensor:
         """On a GPU, these rows with zeros for what is not finite; if they are decided by themselves, that is left to
@@ -89,8 +89,9 @@ class Balancer:
         return rows if left else rows.nan_to_num_(0.0, 0.0, 0.0)
 
     def _is_quick(self, rows: Tensor) -> bool:
-        """Whether there is a kernel for a single row: blocks of rows need larger matrices and more launches."""
-        alone = rows.is_cuda and self.group.workers == 1 and self.plain
+        """Whether this is a single row, and there is a kernel for one: blocks of rows need larger matrices and more
+        launches."""
+        alone = rows.is_cuda and len(rows) == self.group.workers == 1 and self.plain
         return alone and hasattr(kernels.for_device(rows.device), "balance_row")
 
     def prepare(self, first: int, rows: Tensor) -> Tensor:
