@@ -43,7 +43,7 @@ from experiments.training.composition import compose_config
 from experiments.training.config import flatten
 
 Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
-ADDED_TO = ("sorters", "references", "sparse", "few")  # settings: lists of what is trained with
+ADDED_TO = ("sorters", "references", "sparse", "few", "plain", "peers")  # settings: lists of what is trained with
 NOT_SETTINGS = ("title", "question", "sizes", "only")  # of a yaml: words, how sizes differ, cells to carry out now
 
 
@@ -257,6 +257,9 @@ def _differs(key: str, stored: dict, settings: dict) -> bool:
     if key == "cells":
         usual = settings.get("usual", {}).get("arms", ())
         return not all(_has_all_of(before[name], now[name], usual) for name in before.keys() & now.keys())
+    if key == "models":  # of which a cell has results
+        used = {own.get("model") or own.get("base") for own in stored.get("cells", {}).values()}
+        return any(before.get(name) != now.get(name) for name in used)
     if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key in ADDED_TO else before != now

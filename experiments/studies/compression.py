@@ -41,7 +41,7 @@ BOTH = "exdyna,momentum_correction=0.9,warm_up=true"
 DGC = "topk,momentum_correction=0.9,warm_up=true"  # Deep Gradient Compression
 UNMASKED = "exdyna,momentum_correction=0.9,momentum_masking=false"
 CALM, SLOW = ",momentum=0", ",rate=0.5"  # a method without any momentum; with half the rate
-OF_CELLS = ("label", "task", "seeds", "warm_up_steps")  # settings of a model that its runs do not have
+OF_CELLS = ("label", "task", "seeds", "warm_up_steps", "ordered")  # settings of a model that its runs do not have
 NEAR = 1.05  # times the dense loss
 EVEN = 0.2  # imbalance of the workers' loads
 SAME = 1.0  # per cent of a loss
@@ -77,15 +77,20 @@ def reference(settings: DictConfig, name: str) -> str | None:
 
 def runs(settings: DictConfig, name: str) -> Iterator[tuple[str, str]]:
     """Methods and sorters of a cell: all methods in random orders, some in CD-GraB's, too."""
-    for method in methods(settings, name) if "density" in settings.cells[name] else settings.references:
+    for method in methods(settings, name):
         yield method, BASELINE
-        if method in settings.ordered:
+        if method in ordered(settings, name):
             yield method, BALANCED
 
 
 def methods(settings: DictConfig, name: str) -> list[str]:
-    """Of a cell with a density."""
-    return list(settings[settings.cells[name].get("methods", "sparse")])
+    own = settings.cells[name]
+    return list(settings[own.get("methods", "sparse" if "density" in own else "references")])
+
+
+def ordered(settings: DictConfig, name: str) -> list[str]:
+    """The methods that have CD-GraB's orders, too."""
+    return list(settings.ordered) if settings.models[settings.cells[name].model].get("ordered", True) else []
 
 
 def run_of(settings: DictConfig, name: str, method: str, sorter: str) -> list[str]:
@@ -176,9 +181,9 @@ def _reference_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> I
     first = first[first["sorter"] == BASELINE].set_index("seed")[LOSS]
     words = f"{where}: dense training has learnt, last loss / first"
     yield judge(words, losses(DENSE) / first, most=FALLEN)
-    for method in (method for method in settings.references if options_of(method)[0] != DENSE):
+    for method in (method for method in methods(settings, losses.cell) if options_of(method)[0] != DENSE):
         yield _near(where, losses, method)
-    if DENSE in settings.ordered:
+    if DENSE in ordered(settings, losses.cell):
         words = f"{where}: CD-GraB ends lower than D-RR, dense"
         yield judge(words, losses.gain(DENSE), "gain in % of D-RR's loss", least=0.0, margin=SAME_LOSS)
 
@@ -197,10 +202,10 @@ def _sparse_cell(table: DataFrame, settings: DictConfig, losses: Losses) -> Iter
     yield from _cause(where, there, losses)
     for method in (method for method in (OURS, PUBLISHED) if method in there):
         yield from _selected(where, select(table, cell=losses.cell, method=method, sorter=BASELINE), method, settings)
-    if OURS + CALM + SLOW in there and DENSE + SLOW in settings.references:
+    if OURS + CALM + SLOW in there and DENSE + SLOW in methods(settings, losses.reference):
         words = f"{where}: train loss with ExDyna, no momentum / dense, both at half the rate"
         yield judge(words, losses(OURS + CALM + SLOW) / losses(DENSE + SLOW), most=NEAR)
-    if OURS in settings.ordered and DENSE in settings.ordered:
+    if {OURS, DENSE} <= set(ordered(settings, losses.cell)):
         yield from _orders(where, losses)
 
 

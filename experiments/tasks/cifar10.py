@@ -12,6 +12,7 @@ from experiments.data import cifar10
 from experiments.data.sources import Source
 from experiments.tasks.base import DTYPES, Classification, initialised
 from experiments.tasks.cifar10_models import ResNet18, lenet, linear
+from experiments.tasks.layers import ByWorker, channels_last
 from experiments.tasks.settings import limit, one_of, share
 
 NORMALS = {  # means and deviations by channel
@@ -19,6 +20,7 @@ NORMALS = {  # means and deviations by channel
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 MODELS = {"lenet": lenet, "linear": linear, "resnet18": ResNet18}
+LARGE = "resnet18"  # keeps a GPU busy on its own
 
 
 class Cifar10(Classification):
@@ -44,9 +46,20 @@ class Cifar10(Classification):
         normals = NORMALS[config.normalisation]
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in normals)
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
-        self.evaluated_together = config.model != "resnet18"  # which keeps a GPU busy on its own
+        self.evaluated_together = config.model != LARGE
         draws = seed if config.initial_weights == "published" else None
         self.model = initialised(MODELS[config.model], seed, config.dtype, device, draws)
+
+    @property
+    def layered(self) -> bool:
+        return self.config.model != "lenet"
+
+    def apply(self, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        """The large model is evaluated on a GPU with the kernels that it is trained with by `layers`."""
+        if self.config.model != LARGE or torch.is_grad_enabled() or not inputs[0].is_cuda:
+            return super().apply(parameters, *inputs)
+        with ByWorker():
+            return super().apply({name: one[None] for name, one in parameters.items()}, *map(channels_last, inputs))
 
     def fetch(self, split: str, indices: Tensor) -> tuple[Tensor, ...]:
         images, labels = super().fetch(split, indices)

@@ -12,6 +12,7 @@ from torch.func import grad_and_value, vmap
 from cdgrab.balance import optional
 from cdgrab.runtime.mean import tree_sum
 from experiments.tasks.base import Task
+from experiments.tasks.layers import ByWorker, channels_last
 from experiments.training.compiled import side_by_side
 
 
@@ -33,7 +34,7 @@ class FlatParameters:
         return {name: part.view(*batch, *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-GRADIENTS = ("vmap", "backward")
+GRADIENTS = ("vmap", "backward", "layers")
 MANY = 2**20  # numbers in the gradients of all workers: worth two functions, if some runs need only their mean
 GradientFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -43,11 +44,11 @@ def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str
     -> (gradients, worker means [workers, dim], worker losses [workers], *carry).
 
     `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients don't
-    pay for them. `how`: vmap (torch.func, all workers and units at once) or backward (one backward pass per worker,
-    or per unit of a worker, for models on which vmap is slow).
+    pay for them. `how`: vmap (torch.func, all workers and units at once), backward (one backward pass per worker, or
+    per unit of a worker, for models on which vmap is slow), or layers (one backward pass for all, see `ByWorker`).
     """
     carried = len(task.first_carry(1))
-    on_all_workers = {"vmap": _by_vmap, "backward": _by_backward}[how](task, flat)
+    on_all_workers = {"vmap": _by_vmap, "backward": _by_backward, "layers": _by_layers}[how](task, flat)
 
     def compute(parameters: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         carry, batch = inputs[:carried], inputs[carried:]
@@ -93,6 +94,20 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
         )
         gradients, losses, carries = zip(*rows, strict=True)
         return torch.stack(gradients), torch.stack(losses), tuple(torch.stack(c) for c in zip(*carries, strict=True))
+
+    return compute
+
+
+def _by_layers(task: Task, flat: FlatParameters) -> Callable:
+    def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
+        workers, several = len(batch[0]), batch[-1].dim() > 1
+        units = [channels_last(b.flatten(0, 1) if several else b) for b in batch]
+        with torch.enable_grad():
+            rows = parameters.detach().expand(workers, -1).requires_grad_()
+            with ByWorker():
+                loss, _ = task.loss(flat.unflatten(rows), (), *units)
+            gradients = torch.autograd.grad(workers * loss, rows)[0]
+        return gradients, loss.detach().expand(workers), ()
 
     return compute
 
