@@ -52,7 +52,7 @@ FLOAT = 4  # bytes
 def parts(settings: DictConfig) -> Iterator[Part]:
     """Cell by cell, the most valuable first, so that whoever stops early has whole ones."""
     for name in cells(settings):
-        for seed in range(_seeds(settings, name)):
+        for seed in range(seeds_of(settings, name)):
             for method, sorter in runs(settings, name):
                 key = {"cell": name, "method": method, "sorter": sorter, "seed": seed}
                 yield trained(key, run_of(settings, name, method, sorter), seed, with_bytes)
@@ -123,7 +123,7 @@ def with_bytes(epochs: list[dict]) -> dict[str, list]:
     return by_epoch(epochs) | {"sent": list(accumulate(map(in_one, epochs[1:]), initial=0.0))}
 
 
-def _seeds(settings: DictConfig, name: str) -> int:
+def seeds_of(settings: DictConfig, name: str) -> int:
     return min(settings.seeds, settings.models[settings.cells[name].model].get("seeds", settings.seeds))
 
 
@@ -165,7 +165,7 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for name in cells(settings):
         judged = _sparse_cell if "density" in settings.cells[name] else _reference_cell
         some = Losses(losses, name, reference(settings, name))
-        yield from (repeated(verdict, _seeds(settings, name)) for verdict in judged(table, settings, some))
+        yield from (repeated(verdict, seeds_of(settings, name)) for verdict in judged(table, settings, some))
 
 
 def cell_label(settings: DictConfig, name: str) -> str:

@@ -22,6 +22,7 @@ from experiments.studies.compression import (
     ends,
     reference,
     runs,
+    seeds_of,
 )
 from experiments.studies.sparsification_figures import COLOURS
 from experiments.studies.sparsifiers import DENSE, FORGETFUL, OURS, PUBLISHED, TOPK, method_label, options_of
@@ -67,7 +68,9 @@ def curves(study: Study, density: float) -> Figure:
             by_bytes.set(xlabel="bytes that a worker has sent", xscale="log")
             plots.whole_numbers(by_epoch.xaxis, 6)
         row[0].set_ylabel(cell_label(settings, reference(settings, name)) + "\nfull train loss")
-    note = "means over seeds that have not diverged, from the first epoch on"
+    repeats = {settings.models[settings.cells[name].model].label: seeds_of(settings, name) for name in chosen}
+    fewer = ", ".join(f"{seeds} of {label}" for label, seeds in repeats.items() if seeds < study.seeds)
+    note = f"means over seeds that have not diverged{f' ({fewer})' * bool(fewer)}, from the first epoch on"
     title = f"Training with {density:g} of the gradient, against epochs and against bytes"
     return plots.finish(figure, title, f"{note} · {study.caption()}", entry=2.6)
 
