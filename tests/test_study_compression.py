@@ -5,11 +5,13 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 
 from cdgrab.errors import CdgrabError
 from experiments.store import files
 from experiments.studies import base, compression_figures
 from experiments.studies.compression import BOTH, CORRECTED, UNMASKED, cells, run_of, runs, verdicts, with_bytes
+from experiments.studies.compression import parts as trainings
 from experiments.studies.sparsifiers import PUBLISHED
 from experiments.training.config import compose
 
@@ -59,6 +61,23 @@ def test_cells_are_picked_out_without_another_folder(study):
     del some.settings.cells["lenet_16"]
     with pytest.raises(CdgrabError, match="lenet_16_tenth needs one without density: of lenet with 16 workers"):
         some.parts()
+
+
+def test_results_are_kept_where_methods_seeds_and_models_are_added_and_refused_otherwise(study):
+    stored = OmegaConf.to_container(study.settings)
+    stored["cells"] = {name: stored["cells"][name] for name in ("lenet_8", "lenet_8_hundredth", "resnet18_8_tenth")}
+
+    def differing(**changes):
+        settings = OmegaConf.to_container(OmegaConf.merge(study.settings, changes))
+        return [key for key in stored if base._differs(key, stored, settings)]
+
+    assert differing() == []
+    assert differing(models={"resnet18": {"seeds": 5}}, cells={"resnet18_8_tenth": {"methods": "few"}}) == []
+    assert differing(models={"lstm": {"lr": 1.0}}) == []  # of which there are no results
+    for change in ({"lr": 1.0}, {"seeds": 2}):
+        assert differing(models={"resnet18": change}) == ["models"]
+    assert differing(cells={"resnet18_8_tenth": {"methods": "peers"}}) == ["cells"]
+    assert differing(cells={"lenet_8_hundredth": {"methods": "few"}}) == ["cells"]  # it had more
 
 
 def made_up(settings, **losses):
@@ -119,6 +138,16 @@ def test_cells_with_few_methods_and_densities_are_judged_and_told_by_what_they_h
     assert filled["LSTM-WikiText-2, 8 workers", "ExDyna"] == [False, False, True]
     assert filled["LSTM-WikiText-2, 8 workers", "PowerSGD"] == [True, False, False]
     assert ("LSTM-WikiText-2, 8 workers", "ExDyna, half the rate") not in filled
+
+
+def test_a_large_model_has_neither_remedies_nor_orders(study):
+    settings = study.settings.copy()
+    settings.cells = {name: settings.cells[name] for name in ("resnet18_8", "resnet18_8_hundredth")}
+    assert {sorter for name in settings.cells for _, sorter in runs(settings, name)} == {"d_rr"}
+    assert len(list(trainings(settings))) == 3 * (3 + 6)  # seeds, and methods of both cells
+    claims = [v.claim.split(": ", 1)[1] for v in verdicts(made_up(settings, exdyna=1.4), settings)]
+    assert "train loss with PowerSGD / dense" in claims and "ExDyna ends lower than Top-k" in claims
+    assert not any(words in claim for claim in claims for words in ("CD-GraB", "momentum", "rank 4"))
 
 
 def test_a_run_that_diverged_decides_nothing(study):

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise, repeat
+from math import inf
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -248,27 +249,41 @@ def _grown(before: dict, now: DictConfig) -> bool:
 
 
 def _differs(key: str, stored: dict, settings: dict) -> bool:
-    """Sorters, methods and seeds may be added, and arms to a cell: every part has one, and the parts of the others stay
-    what they are. Cells may be left out besides, and chosen rates differ, by which parts are named: results of others
-    are kept for later. How many runs train together changes none of them."""
+    """Sorters, methods and seeds may be added, and arms and methods to a cell: every part has one, and the parts of the
+    others stay what they are. Cells may be left out besides, and chosen rates differ, by which parts are named: results
+    of others are kept for later. How many runs train together changes none of them, nor does a model of no cell."""
     before, now = stored[key], settings[key]
     if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
         return looks_of(before) != looks_of(now)[: len(looks_of(before))]
     if key == "cells":
         usual = settings.get("usual", {}).get("arms", ())
-        return not all(_has_all_of(before[name], now[name], usual) for name in before.keys() & now.keys())
-    if key == "models":  # of which a cell has results
+        both = ((before[name], now[name]) for name in before.keys() & now.keys())
+        return not all(_has_all_of(*each, usual) and _has_methods(*each, stored, settings) for each in both)
+    if key == "models":
         used = {own.get("model") or own.get("base") for own in stored.get("cells", {}).values()}
-        return any(before.get(name) != now.get(name) for name in used)
+        return not all(_same_model(before[name], now.get(name, {})) for name in used & before.keys())
     if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key in ADDED_TO else before != now
 
 
 def _has_all_of(before: dict, now: dict, usual: Sequence[str]) -> bool:
-    """Whether a cell is the same but for arms that were added; usual: those of a cell that names none."""
+    """Whether a cell is the same but for methods, and arms that were added; usual: those of a cell that names none."""
     arms_before, arms = (set(own.get("arms", usual)) for own in (before, now))
-    return before | {"arms": None} == now | {"arms": None} and arms_before <= arms
+    others = dict.fromkeys(("arms", "methods"))
+    return before | others == now | others and arms_before <= arms
+
+
+def _has_methods(before: dict, now: dict, stored: dict, settings: dict) -> bool:
+    """Whether a cell has the methods that it had; each names a list of them, unless it has the usual ones."""
+    if "methods" not in before or "methods" not in now:
+        return "methods" not in before and "methods" not in now
+    return set(stored[before["methods"]]) <= set(settings[now["methods"]])
+
+
+def _same_model(before: dict, now: dict) -> bool:
+    """But for seeds that were added."""
+    return before | {"seeds": None} == now | {"seeds": None} and before.get("seeds", inf) <= now.get("seeds", inf)
 
 
 def _settings(config: DictConfig) -> DictConfig:
