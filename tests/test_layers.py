@@ -8,15 +8,15 @@ from torch import nn
 from cdgrab.errors import CdgrabError
 from experiments.tasks import make_task
 from experiments.tasks.base import Task
-from experiments.tasks.layers import ByWorker, _GroupNorm
+from experiments.tasks.layers import ByWorker, _GroupNorm, knows
 from experiments.training.config import compose
-from experiments.training.gradients import FlatParameters, gradient_function
+from experiments.training.gradients import FlatParameters, gradient_function, summed, together
 
 WORKERS, UNITS = 3, 2
 
 
 def resnet(device: str, dtype: str) -> Task:
-    sizes = ["workers=2", "task.batch=4", "task.limit=8", "task.test_limit=2"]
+    sizes = ["workers=2", "task.batch=4", "task.limit=8", "task.test_limit=2", "task.gradients=layers"]
     settings = ["task=cifar10", "data=embedded", "task.model=resnet18", f"device={device}", f"task.dtype={dtype}"]
     run = compose(settings + sizes)
     return make_task(run.config, run.source, torch.device(device))
@@ -77,8 +77,41 @@ def test_a_gpu_trains_and_evaluates_a_resnet_like_plain_passes(monkeypatch):
 
 def test_models_of_other_layers_are_refused():
     run = compose(["task=cifar10", "data=embedded", "device=cpu", "task.gradients=layers"])
+    task = make_task(run.config, run.source, torch.device("cpu"))
     with pytest.raises(CdgrabError, match="gradients=layers does not know this model of cifar10; use vmap or backward"):
-        make_task(run.config, run.source, torch.device("cpu"))
+        gradient_function(task, FlatParameters(task.model), False, "layers")
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    assert knows(other)
+    for layer in (nn.LayerNorm(2), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding="same"), nn.PReLU()):
+        assert not knows(nn.Sequential(other, layer))
+
+
+def test_linear_layers_take_inputs_of_any_shape():
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(4, 5).double(), torch.randn(WORKERS * UNITS, UNITS, 3, 4).double()
+    rows = {name: p.detach().expand(WORKERS, *p.shape).requires_grad_() for name, p in layer.named_parameters()}
+    with ByWorker():
+        found = torch.func.functional_call(layer, rows, (inputs,))
+    torch.testing.assert_close(found, layer(inputs))
+    gradients = torch.autograd.grad((found**2).sum(), list(rows.values()))
+    for worker, own in enumerate(inputs.chunk(WORKERS)):
+        expected = torch.autograd.grad((layer(own) ** 2).sum(), list(layer.parameters()))
+        torch.testing.assert_close([gradient[worker] for gradient in gradients], list(expected))
+
+
+def test_runs_that_train_together_have_the_gradients_of_each(monkeypatch):
+    """And none is computed in another way."""
+    task = resnet("cpu", "float64")
+    flat, entered = FlatParameters(task.model), []
+    enter = ByWorker.__enter__
+    monkeypatch.setattr(ByWorker, "__enter__", lambda self: entered.append(self) or enter(self))
+    first = flat.flatten(dict(task.model.named_parameters())).detach()
+    parameters, visits = torch.stack([first, first + 0.01]), torch.arange(8).view(2, 2, 2)
+    one = summed(gradient_function(task, flat, False, "layers"), 2)
+    found = together(task, flat, one, "layers", visits, lookers=0)(parameters, *task.fetch("train", visits))[1]
+    assert len(entered) == 2
+    for run in range(2):
+        torch.testing.assert_close(found[run], one(parameters[run], *task.fetch("train", visits[run]))[1])
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_cells_are_picked_out_without_another_folder(study):
         some.parts()
 
 
-def test_results_are_kept_where_methods_seeds_and_models_are_added_and_refused_otherwise(study):
+def test_results_are_kept_where_methods_and_models_are_added_and_refused_otherwise(study, monkeypatch):
     stored = OmegaConf.to_container(study.settings)
     stored["cells"] = {name: stored["cells"][name] for name in ("lenet_8", "lenet_8_hundredth", "resnet18_8_tenth")}
 
@@ -72,12 +72,19 @@ def test_results_are_kept_where_methods_seeds_and_models_are_added_and_refused_o
         return [key for key in stored if base._differs(key, stored, settings)]
 
     assert differing() == []
-    assert differing(models={"resnet18": {"seeds": 5}}, cells={"resnet18_8_tenth": {"methods": "few"}}) == []
+    assert differing(cells={"resnet18_8_tenth": {"methods": "few"}}) == []
     assert differing(models={"lstm": {"lr": 1.0}}) == []  # of which there are no results
-    for change in ({"lr": 1.0}, {"seeds": 2}):
+    for change in ({"lr": 1.0}, {"seeds": 5}):  # more seeds would be another look
         assert differing(models={"resnet18": change}) == ["models"]
     assert differing(cells={"resnet18_8_tenth": {"methods": "peers"}}) == ["cells"]
     assert differing(cells={"lenet_8_hundredth": {"methods": "few"}}) == ["cells"]  # it had more
+    manifest = {"settings": stored | {"cells": {"lenet_8": stored["cells"]["lenet_8"]}}, "left_out": stored["cells"]}
+    monkeypatch.setattr(base.Study, "manifest", lambda self: manifest)
+    base._refuse_other_settings(study)
+    for setting in ("models.resnet18.lr=1", "cells.resnet18_8_tenth.density=0.2"):  # of a cell that was left out
+        changed = base.compose_study(["study=compression", "size=paper", "data=embedded", f"study.{setting}"])
+        with pytest.raises(CdgrabError, match=f"holds results with other {setting.split('.')[0]}"):
+            base._refuse_other_settings(changed)
 
 
 def made_up(settings, **losses):

@@ -161,6 +161,7 @@ def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(small, mo
     carry_out(smaller, counted)
     assert totals == [0] and smaller.complete() and sorted(map(str, study.lines())) == lines and cells[-1] == "mlp"
     assert set(smaller.table["cell"]) == {"lenet_augmented"} and "mlp" not in smaller.manifest()["settings"]["cells"]
+    assert smaller.manifest()["left_out"]["mlp"] == study.settings.cells.mlp
     carry_out(study, counted)
     assert totals == [0, 1] and "mlp" in study.manifest()["settings"]["cells"]
     carry_out(smaller, counted)

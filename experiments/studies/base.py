@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise, repeat
-from math import inf
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -203,7 +202,9 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
 
 
 def _refuse_other_settings(study: Study) -> None:
-    stored, settings = study.manifest().get("settings", {}), OmegaConf.to_container(study.settings)
+    manifest, settings = study.manifest(), OmegaConf.to_container(study.settings)
+    stored = manifest.get("settings", {})
+    stored |= {"cells": _known_cells(manifest)} if "cells" in stored else {}
     common = stored.keys() & settings.keys()  # settings that did not exist then don't count
     if differing := sorted(key for key in common if _differs(key, stored, settings)):
         raise CdgrabError(
@@ -218,6 +219,8 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
     done = {_name(line, parts): line for line in study.lines()}
     what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
     manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
+    if left_out := {name: own for name, own in _known_cells(before).items() if name not in study.settings.cells}:
+        manifest["left_out"] = left_out
     if done:  # perhaps on another machine, by another version
         made_with = {key: before[key] for key in records.environment() if key in before}
         manifest["earlier"] = [*before.get("earlier", []), made_with]
@@ -238,6 +241,11 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
 def _source(task: str, data: str) -> dict:
     """Where a task's data comes from."""
     return locate_data(compose_config([f"task={task}", f"data={data}"])).as_record()
+
+
+def _known_cells(manifest: dict) -> dict:
+    """The settings of cells that may have results: those carried out, and others that were before."""
+    return manifest.get("left_out", {}) | manifest.get("settings", {}).get("cells", {})
 
 
 def _grown(before: dict, now: DictConfig) -> bool:
@@ -261,7 +269,7 @@ def _differs(key: str, stored: dict, settings: dict) -> bool:
         return not all(_has_all_of(*each, usual) and _has_methods(*each, stored, settings) for each in both)
     if key == "models":
         used = {own.get("model") or own.get("base") for own in stored.get("cells", {}).values()}
-        return not all(_same_model(before[name], now.get(name, {})) for name in used & before.keys())
+        return any(before[name] != now.get(name) for name in used & before.keys())
     if key in ("chosen", "replicas"):
         return False
     return not set(before) <= set(now) if key in ADDED_TO else before != now
@@ -279,11 +287,6 @@ def _has_methods(before: dict, now: dict, stored: dict, settings: dict) -> bool:
     if "methods" not in before or "methods" not in now:
         return "methods" not in before and "methods" not in now
     return set(stored[before["methods"]]) <= set(settings[now["methods"]])
-
-
-def _same_model(before: dict, now: dict) -> bool:
-    """But for seeds that were added."""
-    return before | {"seeds": None} == now | {"seeds": None} and before.get("seeds", inf) <= now.get("seeds", inf)
 
 
 def _settings(config: DictConfig) -> DictConfig:

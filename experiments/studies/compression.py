@@ -151,13 +151,14 @@ class Losses:
         return 100 * (self(method, BASELINE) - self(method, BALANCED)) / self(method, BASELINE).mean()
 
 
-def ends(table: DataFrame, settings: DictConfig) -> Series:
-    """By cell, method, sorter and seed; NaN for runs that diverged."""
+def ends(table: DataFrame, settings: DictConfig, last: bool = False) -> Series:
+    """Means over the last half of the epochs, or those of the last one: by cell, method, sorter and seed; NaN for runs
+    that diverged."""
     epochs = table["cell"].map({name: settings.models[own.model].epochs for name, own in settings.cells.items()})
-    last = table[2 * table["epoch"] > epochs]
+    counted = table[table["epoch"] == epochs] if last else table[2 * table["epoch"] > epochs]
     by = ["cell", "method", "sorter", "seed"]
     complete = table.groupby(by)["epoch"].max() == table.assign(epochs=epochs).groupby(by)["epochs"].max()
-    return last.groupby(by)[LOSS].mean().reindex(complete.index).where(complete)
+    return counted.groupby(by)[LOSS].mean().reindex(complete.index).where(complete)
 
 
 def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:

@@ -126,13 +126,15 @@ def _end(table: DataFrame, losses: Series, name: str, method: str, base: str) ->
 @text.table
 def end_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Where every run ended, and what it sent."""
-    losses = ends(table, settings)
+    losses, last = ends(table, settings), ends(table, settings, last=True)
     for name in cells(settings):
-        dense = losses.loc[(reference(settings, name), DENSE, BASELINE)]
+        base = reference(settings, name), DENSE, BASELINE
+        dense, dense_last = losses.loc[base], last.loc[base]
         for method, sorter in runs(settings, name):
             rows, own = select(table, cell=name, method=method, sorter=sorter), losses.loc[(name, method, sorter)]
             row = {"cell": cell_label(settings, name), "method": method_label(method), "orders": sorter_label(sorter)}
             row |= {"train loss": str(estimate(own)), "/ dense": str(estimate(own / dense))}
+            row["last epoch, / dense"] = str(estimate(last.loc[(name, method, sorter)] / dense_last))
             row["MB sent"] = f"{rows.groupby('seed')['sent'].max().mean() / 1e6:.4g}"
             row["actual density"] = "1" if rows["density"].isna().all() else f"{rows['density'].mean():.4g}"
             yield row | {"diverged": str(int(own.isna().sum()))}

@@ -46,14 +46,11 @@ class Task:
     # (parameters [runs, ...], *batch [runs, workers, ...]): losses [runs, workers] and, for every linear layer, slopes
     # [runs, workers, n, outputs] and inputs [runs, workers, n, inputs], whose products are the gradients of its weight.
     factors: Callable[..., tuple[Tensor, list[tuple[Tensor, Tensor]]]] | None = None
-    layered = False  # whether `model` is made of layers that `experiments.tasks.layers` knows
     train_labels: Tensor | None = None  # classes of the training units, if they have any
 
     def __init__(self, config: DictConfig, source: Source, workers: int) -> None:
         refuse(list(complaints(OmegaConf.create({"task": config}), self.checks()).values()))
         self.config, self.source, self.workers = config, source, workers
-        if config.gradients == "layers" and not self.layered:
-            raise CdgrabError(f"task.gradients=layers does not know this model of {self.name}; use vmap or backward")
 
     @classmethod
     def checks(cls) -> dict[str, Check]:

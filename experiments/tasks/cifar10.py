@@ -20,7 +20,6 @@ NORMALS = {  # means and deviations by channel
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 MODELS = {"lenet": lenet, "linear": linear, "resnet18": ResNet18}
-LARGE = "resnet18"  # keeps a GPU busy on its own
 
 
 class Cifar10(Classification):
@@ -46,17 +45,13 @@ class Cifar10(Classification):
         normals = NORMALS[config.normalisation]
         mean, std = (torch.tensor(v, dtype=DTYPES[config.dtype], device=device)[:, None, None] for v in normals)
         self._scale, self._shift = 1.0 / (pictures.white * std), -mean / std
-        self.evaluated_together = config.model != LARGE
+        self.evaluated_together = config.model != "resnet18"  # which keeps a GPU busy on its own
         draws = seed if config.initial_weights == "published" else None
         self.model = initialised(MODELS[config.model], seed, config.dtype, device, draws)
 
-    @property
-    def layered(self) -> bool:
-        return self.config.model != "lenet"
-
     def apply(self, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor:
-        """The large model is evaluated on a GPU with the kernels that it is trained with by `layers`."""
-        if self.config.model != LARGE or torch.is_grad_enabled() or not inputs[0].is_cuda:
+        """With `layers`, a GPU evaluates a model by the kernels that it trains it with: they are faster."""
+        if self.config.gradients != "layers" or torch.is_grad_enabled() or not inputs[0].is_cuda:
             return super().apply(parameters, *inputs)
         with ByWorker():
             return super().apply({name: one[None] for name, one in parameters.items()}, *map(channels_last, inputs))

@@ -1,8 +1,9 @@
 """Gradients of every worker from one forward and one backward pass over the units of all of them.
 
 For models of ordinary layers that do not mix units: what passes from layer to layer is then the same as if every worker
-had its own pass, and only the gradient of a layer's parameters is computed worker by worker. A large model keeps a GPU
-busy so; a pass for each worker does not, and vmap makes convolutions with as many groups as workers, which are slow.
+had its own pass, and only the gradient of a layer's parameters is computed worker by worker. This keeps a GPU busy with
+a large model; a pass for each worker does not, and vmap makes convolutions with as many groups as workers, which are
+slow.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
+
+
+def knows(model: nn.Module) -> bool:
+    """Whether all parameters are those of layers that `ByWorker` knows; what is derived from these may do other things
+    with them."""
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    known = all(type(module) in (nn.Conv2d, nn.Linear, nn.GroupNorm) for module in owners)
+    return known and not any(isinstance(getattr(module, "padding", None), str) for module in owners)
 
 
 class ByWorker(TorchFunctionMode):
@@ -45,7 +55,7 @@ def _convolution(
     dilation: tuple[int, ...] = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    found = _Convolution.apply(images, filters, stride, padding, dilation, groups)
+    found = _Convolution.apply(images, filters, _pair(stride), _pair(padding), _pair(dilation), groups)
     return found if bias is None else _by_channel(torch.add, found, bias)
 
 
@@ -75,8 +85,9 @@ class _Convolution(torch.autograd.Function):
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    found = (inputs.unflatten(0, (len(weight), -1)) @ weight.mT).flatten(0, 1)
-    return found if bias is None else _by_channel(torch.add, found, bias)
+    found = inputs.reshape(len(weight), -1, inputs.shape[-1]) @ weight.mT
+    found = found if bias is None else found + bias[:, None]
+    return found.view(*inputs.shape[:-1], -1)
 
 
 def _group_norm(

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from cdgrab.balance import optional
+from cdgrab.errors import CdgrabError
 from cdgrab.runtime.mean import tree_sum
 from experiments.tasks.base import Task
-from experiments.tasks.layers import ByWorker, channels_last
+from experiments.tasks.layers import ByWorker, channels_last, knows
 from experiments.training.compiled import side_by_side
 
 
@@ -45,7 +46,8 @@ def gradient_function(task: Task, flat: FlatParameters, per_unit: bool, how: str
 
     `gradients` is [workers, units, dim] with `per_unit`, otherwise empty: sorters that don't look at gradients don't
     pay for them. `how`: vmap (torch.func, all workers and units at once), backward (one backward pass per worker, or
-    per unit of a worker, for models on which vmap is slow), or layers (one backward pass for all, see `ByWorker`).
+    per unit of a worker, for models on which vmap is slow), or layers (one backward pass for all, see `ByWorker`;
+    instead of each worker's loss, it gives their mean).
     """
     carried = len(task.first_carry(1))
     on_all_workers = {"vmap": _by_vmap, "backward": _by_backward, "layers": _by_layers}[how](task, flat)
@@ -99,8 +101,11 @@ def _by_backward(task: Task, flat: FlatParameters) -> Callable:
 
 
 def _by_layers(task: Task, flat: FlatParameters) -> Callable:
+    if task.first_carry(1) or not knows(task.model):
+        raise CdgrabError(f"task.gradients=layers does not know this model of {task.name}; use vmap or backward")
+
     def compute(parameters: Tensor, carry: tuple, batch: tuple) -> tuple[Tensor, Tensor, tuple]:
-        workers, several = len(batch[0]), batch[-1].dim() > 1
+        workers, several = len(batch[0]), batch[-1].dim() > 1  # units of a worker; the last tensor has a class for each
         units = [channels_last(b.flatten(0, 1) if several else b) for b in batch]
         with torch.enable_grad():
             rows = parameters.detach().expand(workers, -1).requires_grad_()
@@ -132,7 +137,7 @@ def together(
         return by_factors(task, flat, lookers)
     function = over_replicas(compute, lookers, how)
     needs_all = every_worker or lookers == replicas or (lookers and workers * flat.dim < MANY)
-    if needs_all or how == "backward" or task.first_carry(1):
+    if needs_all or how != "vmap" or task.first_carry(1):
         return function
     others = vmap(pooled(task, flat))
     return mixed(function, others, lookers) if lookers else others
