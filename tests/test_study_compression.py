@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from cdgrab.errors import CdgrabError
 from experiments.store import files
 from experiments.studies import base, compression_figures
+from experiments.studies.changes import differs
 from experiments.studies.compression import BOTH, CORRECTED, UNMASKED, cells, run_of, runs, verdicts, with_bytes
 from experiments.studies.compression import parts as trainings
 from experiments.studies.sparsifiers import PUBLISHED
@@ -69,12 +70,13 @@ def test_results_are_kept_where_methods_and_models_are_added_and_refused_otherwi
 
     def differing(**changes):
         settings = OmegaConf.to_container(OmegaConf.merge(study.settings, changes))
-        return [key for key in stored if base._differs(key, stored, settings)]
+        return [key for key in stored if differs(key, stored, settings)]
 
     assert differing() == []
     assert differing(cells={"resnet18_8_tenth": {"methods": "few"}}) == []
     assert differing(models={"lstm": {"lr": 1.0}}) == []  # of which there are no results
-    for change in ({"lr": 1.0}, {"seeds": 5}):  # more seeds would be another look
+    assert differing(models={"resnet18": {"seeds": [3, 5]}}) == []
+    for change in ({"lr": 1.0}, {"seeds": 5}):  # that somebody has looked before is not forgotten
         assert differing(models={"resnet18": change}) == ["models"]
     assert differing(cells={"resnet18_8_tenth": {"methods": "peers"}}) == ["cells"]
     assert differing(cells={"lenet_8_hundredth": {"methods": "few"}}) == ["cells"]  # it had more
@@ -155,6 +157,23 @@ def test_a_large_model_has_neither_remedies_nor_orders(study):
     claims = [v.claim.split(": ", 1)[1] for v in verdicts(made_up(settings, exdyna=1.4), settings)]
     assert "train loss with PowerSGD / dense" in claims and "ExDyna ends lower than Top-k" in claims
     assert not any(words in claim for claim in claims for words in ("CD-GraB", "momentum", "rank 4"))
+
+
+def test_a_second_look_widens_intervals_of_its_model_alone(study):
+    settings = study.settings.copy()
+    settings.cells = {
+        name: settings.cells[name] for name in ("lenet_8", "lenet_8_hundredth", "resnet18_8_hundredth", "resnet18_8")
+    }
+    settings.models.resnet18.seeds = 5
+    table = made_up(settings, exdyna=1.4)
+    once = {v.claim: v for v in verdicts(table, settings)}
+    settings.models.resnet18.seeds = [3, 5]
+    for claim, verdict in ((v.claim, v) for v in verdicts(table, settings)):
+        assert verdict.seeds == 5
+        if claim.startswith("ResNet"):
+            assert np.isnan(verdict.p) or verdict.p == pytest.approx(min(1, 2 * once[claim].p))
+        else:
+            assert verdict == once[claim]
 
 
 def test_a_run_that_diverged_decides_nothing(study):

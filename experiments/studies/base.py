@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, pairwise, repeat
+from itertools import chain, repeat
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from cdgrab.checks import count, look_up, one_of
+from cdgrab.checks import look_up, one_of
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame
 from experiments.report.statistics import looking
@@ -36,14 +36,14 @@ from experiments.report.text import plural
 from experiments.store import records
 from experiments.store.files import home
 from experiments.store.lock import locked
+from experiments.studies.changes import differs, grown, known_cells
 from experiments.studies.parts import Part, computed
-from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds, beyond_chance
+from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds, beyond_chance, looks_of
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
 
 Progress = Callable[[Iterable[tuple[Part, dict]], int], Iterable[tuple[Part, dict]]]  # shows how many of how many
-ADDED_TO = ("sorters", "references", "sparse", "few", "plain", "peers")  # settings: lists of what is trained with
 NOT_SETTINGS = ("title", "question", "sizes", "only")  # of a yaml: words, how sizes differ, cells to carry out now
 
 
@@ -194,7 +194,7 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
     _refuse_other_settings(study)
     before = study.manifest()
     finished = before.get("status") == "finished" and looks_of(before["settings"]["seeds"]) == study.looks
-    if finished and not _grown(before["settings"], study.settings) and study.complete():
+    if finished and not grown(before["settings"], study.settings) and study.complete():
         return
     study.directory.mkdir(parents=True, exist_ok=True)
     with locked(study.directory):
@@ -204,9 +204,9 @@ def carry_out(study: Study, progress: Progress = lambda results, total: results,
 def _refuse_other_settings(study: Study) -> None:
     manifest, settings = study.manifest(), OmegaConf.to_container(study.settings)
     stored = manifest.get("settings", {})
-    stored |= {"cells": _known_cells(manifest)} if "cells" in stored else {}
+    stored |= {"cells": known_cells(manifest)} if "cells" in stored else {}
     common = stored.keys() & settings.keys()  # settings that did not exist then don't count
-    if differing := sorted(key for key in common if _differs(key, stored, settings)):
+    if differing := sorted(key for key in common if differs(key, stored, settings)):
         raise CdgrabError(
             f"{study.directory} holds results with other {', '.join(differing)}; delete the folder to make them again"
         )
@@ -219,7 +219,7 @@ def _compute_missing(study: Study, progress: Progress, jobs: int) -> None:
     done = {_name(line, parts): line for line in study.lines()}
     what = {"study": study.name, "size": study.size, "settings": OmegaConf.to_container(study.settings)}
     manifest = records.begin(what | {"data": study.data}, before) | {"resumed": bool(done)}
-    if left_out := {name: own for name, own in _known_cells(before).items() if name not in study.settings.cells}:
+    if left_out := {name: own for name, own in known_cells(before).items() if name not in study.settings.cells}:
         manifest["left_out"] = left_out
     if done:  # perhaps on another machine, by another version
         made_with = {key: before[key] for key in records.environment() if key in before}
@@ -243,66 +243,11 @@ def _source(task: str, data: str) -> dict:
     return locate_data(compose_config([f"task={task}", f"data={data}"])).as_record()
 
 
-def _known_cells(manifest: dict) -> dict:
-    """The settings of cells that may have results: those carried out, and others that were before."""
-    return manifest.get("left_out", {}) | manifest.get("settings", {}).get("cells", {})
-
-
-def _grown(before: dict, now: DictConfig) -> bool:
-    """Whether there are cells, arms or methods now that results were not described by, perhaps made by another
-    command."""
-    cells = before.get("cells", {})
-    added = any(set(now.get(key, ())) - set(before.get(key, ())) for key in ADDED_TO)
-    return added or any(cells.get(name) != own for name, own in now.get("cells", {}).items())
-
-
-def _differs(key: str, stored: dict, settings: dict) -> bool:
-    """Sorters, methods and seeds may be added, and arms and methods to a cell: every part has one, and the parts of the
-    others stay what they are. Cells may be left out besides, and chosen rates differ, by which parts are named: results
-    of others are kept for later. How many runs train together changes none of them, nor does a model of no cell."""
-    before, now = stored[key], settings[key]
-    if key == "seeds":  # looks that were taken count: forgetting one would make errors more likely
-        return looks_of(before) != looks_of(now)[: len(looks_of(before))]
-    if key == "cells":
-        usual = settings.get("usual", {}).get("arms", ())
-        both = ((before[name], now[name]) for name in before.keys() & now.keys())
-        return not all(_has_all_of(*each, usual) and _has_methods(*each, stored, settings) for each in both)
-    if key == "models":
-        used = {own.get("model") or own.get("base") for own in stored.get("cells", {}).values()}
-        return any(before[name] != now.get(name) for name in used & before.keys())
-    if key in ("chosen", "replicas"):
-        return False
-    return not set(before) <= set(now) if key in ADDED_TO else before != now
-
-
-def _has_all_of(before: dict, now: dict, usual: Sequence[str]) -> bool:
-    """Whether a cell is the same but for methods, and arms that were added; usual: those of a cell that names none."""
-    arms_before, arms = (set(own.get("arms", usual)) for own in (before, now))
-    others = dict.fromkeys(("arms", "methods"))
-    return before | others == now | others and arms_before <= arms
-
-
-def _has_methods(before: dict, now: dict, stored: dict, settings: dict) -> bool:
-    """Whether a cell has the methods that it had; each names a list of them, unless it has the usual ones."""
-    if "methods" not in before or "methods" not in now:
-        return "methods" not in before and "methods" not in now
-    return set(stored[before["methods"]]) <= set(settings[now["methods"]])
-
-
 def _settings(config: DictConfig) -> DictConfig:
     settings = OmegaConf.to_container(config, resolve=True)
     for several in {"tasks", "cells"} & settings.keys():  # a size may leave one out: null
         settings[several] = {name: own for name, own in settings[several].items() if own is not None}
     return OmegaConf.create({key: value for key, value in settings.items() if key not in NOT_SETTINGS})
-
-
-def looks_of(seeds: int | Sequence[int]) -> list[int]:
-    looks = [seeds] if isinstance(seeds, str) or not isinstance(seeds, Sequence) else list(seeds)
-    for look in looks:
-        count("study.seeds", look, 1)
-    if not looks or any(before >= after for before, after in pairwise(looks)):
-        raise CdgrabError(f"study.seeds must be a whole number, or several that ascend, got {looks}")
-    return looks
 
 
 def _rows(line: dict) -> Iterator[dict]:

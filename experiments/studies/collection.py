@@ -12,8 +12,8 @@ from cdgrab.errors import CdgrabError
 from experiments.report.text import plural
 from experiments.store.files import home, write_atomically
 from experiments.store.records import read_manifest
-from experiments.studies.base import Study, looks_of
-from experiments.studies.verdicts import Verdict, verdict_table
+from experiments.studies.base import Study
+from experiments.studies.verdicts import Verdict, looks_of, verdict_table
 from experiments.training.composition import choices, own_settings
 
 SIZES = ("paper", "quick", "smoke")  # most informative first

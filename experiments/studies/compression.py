@@ -17,7 +17,7 @@ from cdgrab.sparsify.compressor import summed_bytes
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS
 from experiments.report.names import OURS as BALANCED
-from experiments.report.statistics import SAME_LOSS, estimate
+from experiments.report.statistics import SAME_LOSS, estimate, looking
 from experiments.studies import sparsifiers
 from experiments.studies.parts import Part, trained
 from experiments.studies.sparsifiers import (
@@ -33,7 +33,7 @@ from experiments.studies.sparsifiers import (
     options_of,
 )
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import Verdict, judge, keeps, repeated, select
+from experiments.studies.verdicts import Verdict, judge, keeps, looks_of, repeated, select
 from experiments.training.config import flatten
 
 CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
@@ -124,7 +124,13 @@ def with_bytes(epochs: list[dict]) -> dict[str, list]:
 
 
 def seeds_of(settings: DictConfig, name: str) -> int:
-    return min(settings.seeds, settings.models[settings.cells[name].model].get("seeds", settings.seeds))
+    return min(settings.seeds, _looks(settings, name)[-1])
+
+
+def _looks(settings: DictConfig, name: str) -> list[int]:
+    """After how many seeds the claims of a cell are judged: those that a model has instead of the study's, [3, 5] where
+    results of 3 had been seen when others were added."""
+    return looks_of(settings.models[settings.cells[name].model].get("seeds", settings.seeds))
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
@@ -166,7 +172,9 @@ def verdicts(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
     for name in cells(settings):
         judged = _sparse_cell if "density" in settings.cells[name] else _reference_cell
         some = Losses(losses, name, reference(settings, name))
-        yield from (repeated(verdict, seeds_of(settings, name)) for verdict in judged(table, settings, some))
+        with looking(len(_looks(settings, name))):
+            found = list(judged(table, settings, some))
+        yield from (repeated(verdict, seeds_of(settings, name)) for verdict in found)
 
 
 def cell_label(settings: DictConfig, name: str) -> str:

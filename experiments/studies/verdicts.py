@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from cdgrab.checks import count
+from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import BASELINE, LOSS, OURS, sorter_label
 from experiments.report.statistics import ERROR, SAME_LOSS, Estimate, distance_p, estimate, holm
@@ -74,6 +77,16 @@ def judge_every(words: str, cells: Mapping[object, Measured], note: str, without
     if answer == FAILS:  # one of so many may fail by chance
         return replace(verdict, p=min(len(cells) * verdict.p, 1.0))  # NaN stays
     return replace(verdict, p=max((_p(measured[cell], answers[cell], **limits) for cell in cells), key=_or_nothing))
+
+
+def looks_of(seeds: int | Sequence[int]) -> list[int]:
+    """After how many seeds claims are judged, from study.seeds or that of a model."""
+    looks = [seeds] if isinstance(seeds, str) or not isinstance(seeds, Sequence) else list(seeds)
+    for look in looks:
+        count("study.seeds", look, 1)
+    if not looks or any(before >= after for before, after in pairwise(looks)):
+        raise CdgrabError(f"study.seeds must be a whole number, or several that ascend, got {looks}")
+    return looks
 
 
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
