@@ -9,6 +9,7 @@ slow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 def knows(model: nn.Module) -> bool:
     """Whether all parameters are those of layers that `ByWorker` knows; what is derived from these may do other things
     with them."""
-    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    owners = [module for module in model.modules() if list(module.parameters(recurse=False))]
     known = all(type(module) in (nn.Conv2d, nn.Linear, nn.GroupNorm) for module in owners)
     return known and not any(isinstance(getattr(module, "padding", None), str) for module in owners)
 
@@ -93,8 +94,8 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _group_norm(
     images: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    has_both = weight is not None and bias is not None
-    if has_both and images.is_cuda and find_spec("triton") and _kernels().takes(images, groups):
+    kernels = _kernels() if images.is_cuda and weight is not None and bias is not None else None
+    if kernels and kernels.takes(images, groups):
         return _GroupNorm.apply(images, weight, bias, groups, eps)
     found = F.group_norm(images, groups, eps=eps)
     found = found if weight is None else _by_channel(torch.mul, found, weight)
@@ -120,8 +121,11 @@ class _GroupNorm(torch.autograd.Function):
         return of_images, *(each.unflatten(0, (len(weight), -1)).sum(1) for each in of_each), None, None
 
 
-def _kernels() -> ModuleType:
-    from experiments.tasks import norm_kernels  # needs Triton
+@cache  # looking for Triton takes longer than a small layer
+def _kernels() -> ModuleType | None:
+    if not find_spec("triton"):
+        return None
+    from experiments.tasks import norm_kernels
 
     return norm_kernels
 
