@@ -15,7 +15,7 @@ from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, known, supported
 from experiments.training.on_device.counting import Groups, among, counts_between
 from experiments.training.on_device.exdyna import balanced, rebalanced
-from experiments.training.on_device.partitions import Partitions, forget
+from experiments.training.on_device.partitions import Partitions, among_anyones, forget
 from experiments.training.on_device.peers import allotted, dealt
 from experiments.training.on_device.whole import orthonormal
 
@@ -221,6 +221,10 @@ def test_the_largest_of_each_group_are_those_of_sorting_it(dim):
         wanted = (share * (ends - starts)).long()
         values, places = (each[group].view_as(magnitudes) for each in groups.largest(wanted))
         assert torch.equal(among(magnitudes, values, places), counted(magnitudes, starts, ends, wanted))
+        plain = groups.largest(wanted)
+        for near in (plain[0], 1.9 * plain[0], plain[0] / 1.7, torch.tensor([0.0, torch.nan, torch.inf, 1e-30])):
+            same = zip(groups.largest(wanted, near=near), plain, strict=True)
+            assert all(torch.equal(one.nan_to_num(-1), other.nan_to_num(-1)) for one, other in same)
     values, places = groups.largest(wanted // 2, idle=torch.tensor([True, False, True, False]))
     taken = among(magnitudes, values[group].view_as(magnitudes), places[group].view_as(magnitudes))
     expected = counted(magnitudes, starts, ends, wanted // torch.tensor([1, 2, 1, 2]))
@@ -234,11 +238,16 @@ def test_the_kernel_counts_as_the_loop_does(triton_device):
     values = torch.tensor([0.0, 0.1, 0.3, 0.35, 1.0, 3e38, torch.nan]).repeat(5, 20)
     groups = Groups(magnitudes, starts, ends)
     for idle in (None, torch.tensor([False, False, True, False, False])):
-        for tried, places in ((values, None), (values[:, 2:3], torch.arange(0, 720, 30).repeat(5, 1))):
-            given = [None if each is None else each.to(triton_device) for each in (tried, idle, places)]
-            where = (each.to(triton_device) for each in torch.stack([starts, ends], dim=1).unbind(1))
-            found = kernels.count(magnitudes.flatten().to(triton_device), *where, 700, *given)
-            assert torch.equal(found.cpu().long(), groups._count(tried, idle, places))
+        there = None if idle is None else idle.to(triton_device)
+        where = [each.to(triton_device) for each in torch.stack([starts, ends], dim=1).unbind(1)]
+        signed = (magnitudes * torch.tensor([[1], [-1]])).flatten().to(triton_device)
+        found = kernels.count(signed, *where, 700, values.to(triton_device), there)
+        assert torch.equal(found.cpu().long(), groups.reaching(values, idle))
+        for equal, shift in ((None, 20), (None, 10), (None, 0), (values[:, 2], 0)):
+            begun = torch.tensor([0, 1 << 20, 0x3F800000, 0x7FF00000, 0x3E900000]) if equal is None else torch.zeros(5)
+            given = [begun.int(), shift, 1024, there, None if equal is None else equal.to(triton_device)]
+            found = kernels.spread(signed, *where, 700, given[0].to(triton_device), *given[1:])
+            assert torch.equal(found.cpu(), groups._spread(begun.int(), shift, idle, equal))
     cuts = torch.tensor([[0, 3, 3, 650, 700], [0, 0, 699, 700, 700]])
     found = kernels.counts_between((magnitudes > 1).to(triton_device), cuts.to(triton_device))
     assert torch.equal(found.cpu(), counts_between(magnitudes > 1, cuts))
@@ -264,6 +273,9 @@ def test_kernels_of_partitions_do_what_plain_operations_do(triton_device, worker
     starts, ends = (dim * torch.arange(runs)[:, None] + cuts).unfold(1, 2, 1).flatten(0, 1).unbind(1)
     found = (each.view(runs, -1) for each in Groups(seen, starts, ends).largest(most.flatten()))
     union = plain.largest(seen, most, torch.zeros_like(most, dtype=torch.bool))
+    values = torch.randn(runs, workers, generator=generator).abs().round(decimals=1)
+    some = accumulated, values, torch.randint(0, dim, (runs, workers), generator=generator)
+    assert torch.equal(on_device(kernels.among_anyones, *some), among_anyones(*some))
     assert torch.equal(on_device(kernels.among, seen, cuts, *found), union)
     for otherwise in (False, True):
         expected, vectors = accumulated.clone(), accumulated.clone().to(triton_device)

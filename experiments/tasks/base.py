@@ -35,6 +35,7 @@ class Task:
     name: str
     dataset: ModuleType  # with `locate(data, root)` and `load(source)`, as in `experiments.data`
     settings: Mapping[str, Check] = {}  # the settings of its yaml beyond those of every task, and what they must be
+    one_unit_per_step = False  # of every worker, however large a batch is
     evaluated_at_once: int | None = None  # units; None: all of a worker's
     evaluated_together = False  # whether a GPU evaluates several runs at once: for small models
 
@@ -122,7 +123,7 @@ class Task:
     @property
     def units_per_step(self) -> int:
         """How many units every worker visits in one step."""
-        return self.config.batch // self.workers
+        return 1 if self.one_unit_per_step else self.config.batch // self.workers
 
     def partition(self, permutation: Tensor, seed: int = 0) -> Tensor:
         """Which units each worker owns, LongTensor [workers, units per worker]: an equal split.

@@ -49,7 +49,7 @@ class LstmWiki2(Task):
     text. Evaluation reads the text in its own order.
     """
 
-    name, dataset = "lstm_wiki2", wikitext
+    name, dataset, one_unit_per_step = "lstm_wiki2", wikitext, True
     settings = dict.fromkeys(("chunk_length", "hidden", "layers", "test_columns"), whole(1))
     settings |= {"limit": limit, "test_chunks": whole(2, optional=True)}
     settings |= {"reset_hidden": flag, "partition": _contiguous}
@@ -84,10 +84,6 @@ class LstmWiki2(Task):
         }
         sizes = (len(corpus.vocabulary), config.hidden, config.layers)
         self.model = initialised(lambda: TiedLstm(*sizes), seed, config.dtype, device)
-
-    @property
-    def units_per_step(self) -> int:
-        return 1
 
     def partition(self, permutation: Tensor, seed: int = 0) -> Tensor:
         """A block of columns each, in file order."""

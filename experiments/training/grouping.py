@@ -10,7 +10,7 @@ from cdgrab.checks import MOST
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters import SORTERS
 from cdgrab.sparsify import SPARSIFIERS
-from experiments.tasks import make_task
+from experiments.tasks import make_task, task_class
 from experiments.tasks.base import DTYPES
 from experiments.training.config import Run
 from experiments.training.member import Member
@@ -48,7 +48,8 @@ def _likeness(run: Run) -> str:
     name = config.sparsifier.name  # unless it is dense, it needs the gradients of every worker
     stays = known(SPARSIFIERS[name], config.sparsifier)  # on a GPU, unless others keep it from there
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
-    if config.task.batch > config.workers:  # only then do unit gradients cost something
+    if config.task.batch > config.workers and not task_class(config.task.name).one_unit_per_step:
+        # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients
     return str([sorted(same.items(), key=str), name != "dense", stays, [str(config.get(key)) for key in MUST_AGREE]])
 

@@ -7,6 +7,7 @@ its own; a study that hosts all workers of many small runs would do nothing but 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -18,6 +19,7 @@ from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
 from cdgrab.sparsify.peers import HalfPrecision, PowerSGD
 from cdgrab.sparsify.simple import TopK
+from experiments.training.compiled import side_by_side
 from experiments.training.on_device.base import Kind
 from experiments.training.on_device.exdyna import RULES, THRESHOLDS, ExDynas
 from experiments.training.on_device.peers import Defts, TopKs
@@ -76,9 +78,10 @@ class OnDevice:
         means = worker_means.view(-1, *worker_means.shape[-2:])
         finite = torch.linalg.vector_norm(means, torch.inf, dim=(1, 2)).isfinite()  # reads each once
         each, updates = means.unbind(0), means.new_empty(len(means), means.shape[-1])
-        for rows, kind in zip(self._rows, self._kinds, strict=True):
-            found = kind.average([each[row] for row in rows])
-            torch._foreach_copy_([updates[row] for row in rows], found.unbind(0))
+        ways = zip(self._rows, self._kinds, strict=True)
+        found = side_by_side([partial(kind.average, [each[row] for row in rows]) for rows, kind in ways], means.device)
+        for rows, its in zip(self._rows, found, strict=True):
+            torch._foreach_copy_([updates[row] for row in rows], its.unbind(0))
         return updates.masked_fill_(~finite[:, None], torch.nan).view(*worker_means.shape[:-2], -1), None
 
     def collect(self) -> None:

@@ -1,11 +1,13 @@
 """How many coordinates reach some values, and which are the largest, for many groups of coordinates at once.
 
-A group is a stretch of the flattened magnitudes, which are float32: not negative, they have the order of their bits.
-On a GPU nothing is sorted and nothing is asked: a value is looked for four bits at a time, by counting.
+A group is a stretch of flattened numbers in float32. Their magnitudes are what counts: these have the order of their
+bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting. Its leading bits are looked for
+around a value that is said to be near, or four at a time; the others ten at a time, since few magnitudes begin so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from types import ModuleType
 
@@ -13,62 +15,92 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BITS, DIGIT = 31, 4
+LEADING = (28, 24, 20)  # places of the digits that are looked for one by one
+WIDE = 10  # bits of a digit of those that follow
+AROUND = 7  # so many values on each side of one that is said to be near
+HIGHEST = 0x7F8  # leading bits of what is infinite
 PIECE = 4096  # coordinates of which one program counts those that are chosen
 
 
 class Groups:
-    """magnitudes [..., dim]; starts, ends [groups]: where each group begins and ends in all of them, within a row."""
+    """numbers [..., dim]; starts, ends [groups]: where each group begins and ends in all of them, within a row."""
 
-    def __init__(self, magnitudes: Tensor, starts: Tensor, ends: Tensor) -> None:
-        self._magnitudes, self._starts, self._ends = magnitudes.flatten(), starts, ends
-        self._dim = magnitudes.shape[-1]
+    def __init__(self, numbers: Tensor, starts: Tensor, ends: Tensor) -> None:
+        self._numbers, self._starts, self._ends = numbers.flatten(), starts, ends
+        self._dim = numbers.shape[-1]
 
     def reaching(self, values: Tensor, idle: Tensor | None = None) -> Tensor:
         """How many coordinates of each group reach each of its values [groups, values]; of `idle` groups, none."""
-        return self._count(values, idle)
-
-    def largest(self, wanted: Tensor, idle: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of each group the `wanted` largest are those above a value and, of those equal to it, those up to a place in
-        the row: values, places [groups]; see `among`. Of `idle` groups these are all coordinates."""
-        bits = torch.zeros_like(wanted, dtype=torch.int32)
-        for shift in range(BITS // DIGIT * DIGIT, -1, -DIGIT):
-            tried = _digits(bits, shift, min(DIGIT, BITS - shift))
-            bits += (self.reaching(tried.view(torch.float32), idle) >= wanted[:, None]).sum(1).int() << shift
-        values = bits.view(torch.float32)
-        reached, above = self.reaching(torch.stack([bits, bits + 1], dim=1).view(torch.float32), idle).unbind(1)
-        fits = reached == wanted
-        places = self._places(values, wanted - above, fits if idle is None else fits | idle)
-        return values, places + self._starts % self._dim
-
-    def _places(self, values: Tensor, room: Tensor, idle: Tensor) -> Tensor:
-        """Where in each group is the coordinate that, of those equal to the value, is the last for which there is room?
-        Of `idle` groups: after the last one."""
-        places, length = torch.zeros_like(room), self._dim.bit_length()
-        for shift in range((length - 1) // DIGIT * DIGIT, -1, -DIGIT):
-            tried = _digits(places, shift, DIGIT)
-            places += (self._count(values[:, None], idle, tried) < room[:, None]).sum(1) << shift
-        return places
-
-    def _count(self, values: Tensor, idle: Tensor | None, places: Tensor | None = None) -> Tensor:
-        """places: of the coordinates before each of these [groups, places], those equal to the group's value."""
-        if self._magnitudes.is_cuda:
-            return _kernels().count(self._magnitudes, self._starts, self._ends, self._dim, values, idle, places)
-        counts = torch.zeros((values if places is None else places).shape, dtype=torch.long)
-        for group, some in enumerate(self._sorted):
-            if idle is not None and idle[group]:
-                continue
-            if places is None:
-                counts[group] = len(some) - torch.searchsorted(some, values[group])
-            else:
-                equal = self._magnitudes[self._starts[group] : self._ends[group]] == values[group]
-                counts[group] = torch.searchsorted(equal.nonzero()[:, 0], places[group])
+        if self._numbers.is_cuda:
+            return _kernels().count(self._numbers, self._starts, self._ends, self._dim, values, idle)
+        counts = torch.zeros(values.shape, dtype=torch.long)
+        for group, some in self._busy(idle):
+            counts[group] = len(some) - torch.searchsorted(some, values[group])
         return counts
+
+    def largest(self, wanted: Tensor, idle: Tensor | None = None, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of each group the `wanted` largest are those above a value and, of those equal to it, those up to a place in
+        the row: values, places [groups]; see `among`. Of `idle` groups these are all coordinates. near: values of
+        about the size of those [groups]; others do no harm."""
+        bits, known = self._leading(near, wanted, idle)
+        for shift in LEADING:
+            tried = _digits(bits, shift, 4 if shift < LEADING[0] else 3)  # the highest bit is a sign
+            bits += (self.reaching(tried.view(torch.float32), known) >= wanted[:, None]).sum(1).int() << shift
+        bits, reached, above = self._following(bits, 2, wanted, idle)
+        values, fits = bits.view(torch.float32), reached == wanted
+        fits = fits if idle is None else fits | idle
+        digits = -(-self._dim.bit_length() // WIDE)
+        left, _, _ = self._following(torch.zeros_like(bits), digits, wanted - above, fits, values)
+        return values, self._dim - 1 - left + self._starts % self._dim
+
+    def _leading(self, near: Tensor | None, wanted: Tensor, idle: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The leading bits of values that `wanted` coordinates reach, zero where they are not those of values `near`;
+        and where nothing is to be looked for any more."""
+        if near is None:
+            return torch.zeros_like(wanted, dtype=torch.int32), idle
+        around = torch.arange(-AROUND, AROUND + 1, dtype=torch.int32, device=wanted.device)
+        middle = (near.view(torch.int32) >> LEADING[-1]).clamp(max=HIGHEST)
+        tried = (middle[:, None] + around).clamp(min=0) << LEADING[-1]
+        place = (self.reaching(tried.view(torch.float32), idle) >= wanted[:, None]).sum(1)
+        found = (place > 0) & (place < len(around))
+        bits = tried.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0].masked_fill(~found, 0)
+        return bits, found if idle is None else found | idle
+
+    def _following(
+        self, found: Tensor, digits: int, wanted: Tensor, idle: Tensor | None, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest numbers that `wanted` keys of each group reach, of which all but so many digits are found; how
+        many reach them, and the next ones. Keys: see `_spread`."""
+        for shift in range((digits - 1) * WIDE, -1, -WIDE):
+            reached = self._spread(found, shift, idle, values)
+            digit = (reached[:, 1:-1] >= wanted[:, None]).sum(1, keepdim=True)
+            found = found + (digit[:, 0] << shift).int()
+        return found, *(reached.gather(1, digit + more)[:, 0] for more in (0, 1))
+
+    def _spread(self, found: Tensor, shift: int, idle: Tensor | None, values: Tensor | None) -> Tensor:
+        """How many keys of each group reach `found` with each digit at this place, and with the next one before it:
+        [groups, digits + 1]. Keys are the bits of the magnitudes; or, of the coordinates equal to the group's value,
+        how far they are from the end of a row that begins with the group."""
+        if self._numbers.is_cuda:
+            where = self._starts, self._ends, self._dim
+            return _kernels().spread(self._numbers, *where, found, shift, 1 << WIDE, idle, values)
+        tried = found.long()[:, None] + (torch.arange((1 << WIDE) + 1) << shift)
+        counts = torch.zeros(tried.shape, dtype=torch.long)
+        for group, some in self._busy(idle):
+            keys = some.view(torch.int32)
+            if values is not None:
+                magnitudes = self._numbers[self._starts[group] : self._ends[group]].abs()
+                keys = self._dim - 1 - (magnitudes == values[group]).nonzero()[:, 0].flip(0)
+            counts[group] = len(keys) - torch.searchsorted(keys.long(), tried[group])
+        return counts
+
+    def _busy(self, idle: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        return (each for each in enumerate(self._sorted) if idle is None or not idle[each[0]])
 
     @cached_property
     def _sorted(self) -> list[Tensor]:
         stretches = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
-        return [self._magnitudes[start:end].sort().values for start, end in stretches]
+        return [self._numbers[start:end].abs().sort().values for start, end in stretches]
 
 
 def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:

@@ -10,31 +10,52 @@ from torch import Tensor
 EACH = 8192  # coordinates for one program, at most
 AT_ONCE = 64  # values that they are compared with
 TILE = 4096  # comparisons at a time: what stays in registers
+SPREAD = 16384  # coordinates for one program, at most, that spreads them over digits
 BLOCK = 1024  # coordinates at a time, of which those are counted that are chosen
 
 
 def count(
-    magnitudes: Tensor,
+    numbers: Tensor,
     starts: Tensor,
     ends: Tensor,
     dim: int,
     values: Tensor,
     idle: Tensor | None = None,
-    places: Tensor | None = None,
 ) -> Tensor:
-    """See `experiments.training.on_device.counting.Groups`. [groups, values] or [groups, places]"""
-    tried = values if places is None else places
-    groups, each = tried.shape
-    counts = torch.zeros(groups, each, dtype=torch.int32, device=magnitudes.device)
+    """See `experiments.training.on_device.counting.Groups.reaching`. [groups, values]"""
+    groups, each = values.shape
+    counts = torch.zeros(groups, each, dtype=torch.int32, device=numbers.device)
     width = min(AT_ONCE, triton.next_power_of_2(each))
     block = TILE // width
     coordinates = min(EACH, block * triton.cdiv(dim, block))
     _count[triton.cdiv(dim, coordinates), groups, triton.cdiv(each, width)](
-        counts, magnitudes, starts.contiguous(), ends.contiguous(), values.contiguous(), tried.contiguous(),
-        starts if idle is None else idle.contiguous(), each, coordinates, block, width,
-        places is not None, idle is not None,
+        counts, numbers, starts.contiguous(), ends.contiguous(), values.contiguous(),
+        starts if idle is None else idle.contiguous(), each, coordinates, block, width, idle is not None,
     )  # fmt: skip
     return counts
+
+
+def spread(
+    numbers: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    dim: int,
+    found: Tensor,
+    shift: int,
+    digits: int,
+    idle: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Tensor:
+    """See `experiments.training.on_device.counting.Groups`. [groups, digits + 1]"""
+    groups = len(found)
+    counts = torch.zeros(groups, digits + 1, dtype=torch.int32, device=numbers.device)
+    coordinates = min(SPREAD, BLOCK * triton.cdiv(dim, BLOCK))
+    _spread[triton.cdiv(dim, coordinates), groups](
+        counts, numbers, starts.contiguous(), ends.contiguous(), found.contiguous(),
+        starts if idle is None else idle.contiguous(), numbers if values is None else values.contiguous(),
+        dim, shift, coordinates, BLOCK, digits, values is not None, idle is not None,
+    )  # fmt: skip
+    return counts.flip(1).cumsum(1).flip(1)
 
 
 def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:
@@ -47,11 +68,10 @@ def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:
 
 @triton.jit
 def _count(
-    counts, magnitudes, starts, ends, values, tried, idle, each,
-    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    BY_PLACE: tl.constexpr, SOME_IDLE: tl.constexpr,
+    counts, numbers, starts, ends, values, idle, each,
+    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOME_IDLE: tl.constexpr,
 ):  # fmt: skip
-    """Some coordinates of one group against some of what is tried there."""
+    """Some coordinates of one group against some of its values."""
     group = tl.program_id(1)
     start, end = tl.load(starts + group), tl.load(ends + group)
     first = start + tl.program_id(0).to(tl.int64) * COORDINATES
@@ -61,17 +81,46 @@ def _count(
     if works:
         column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
         here, real = group * each + column, column < each
-        wanted = tl.load(tried + here, mask=real, other=0)[None, :]
+        wanted = tl.load(values + here, mask=real, other=0)[None, :]
         total = tl.zeros((BLOCK, WIDTH), tl.int32)
         for begin in range(0, COORDINATES, BLOCK):
             at = first + begin + tl.arange(0, BLOCK)
-            found = tl.load(magnitudes + at, mask=at < end, other=-1.0)
-            if BY_PLACE:
-                equal = found == tl.load(values + group)
-                total += (equal[:, None] & ((at - start)[:, None] < wanted)).to(tl.int32)
-            else:
-                total += (found[:, None] >= wanted).to(tl.int32)
+            found = tl.abs(tl.load(numbers + at, mask=at < end, other=0.0))
+            total += ((at < end)[:, None] & (found[:, None] >= wanted)).to(tl.int32)
         tl.atomic_add(counts + here, tl.sum(total, axis=0), mask=real)
+
+
+@triton.jit
+def _spread(
+    counts, numbers, starts, ends, found, idle, values, dim, shift,
+    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, DIGITS: tl.constexpr, EQUAL: tl.constexpr, SOME_IDLE: tl.constexpr,
+):  # fmt: skip
+    """Some coordinates of one group, by their digit. Those of the first one and above all of them, which may be many,
+    are added up before they are written; those below, not at all."""
+    group = tl.program_id(1)
+    start, end = tl.load(starts + group), tl.load(ends + group)
+    first = start + tl.program_id(0).to(tl.int64) * COORDINATES
+    works = first < end
+    if SOME_IDLE:
+        works = works & (tl.load(idle + group) == 0)
+    if works:
+        base, here = tl.load(found + group), counts + group.to(tl.int64) * (DIGITS + 1)
+        lowest, above = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, COORDINATES, BLOCK):
+            at = first + begin + tl.arange(0, BLOCK)
+            counted = at < end
+            magnitude = tl.abs(tl.load(numbers + at, mask=counted, other=0.0))
+            if EQUAL:
+                counted = counted & (magnitude == tl.load(values + group))
+                key = (dim - 1 - (at - start)).to(tl.int32)
+            else:
+                key = magnitude.to(tl.int32, bitcast=True)
+            digit = (key - base) >> shift
+            lowest += (counted & (digit == 0)).to(tl.int32)
+            above += (counted & (digit >= DIGITS)).to(tl.int32)
+            tl.atomic_add(here + digit, 1, mask=counted & (digit > 0) & (digit < DIGITS), sem="relaxed")
+        tl.atomic_add(here, tl.sum(lowest, axis=0), sem="relaxed")
+        tl.atomic_add(here + DIGITS, tl.sum(above, axis=0), sem="relaxed")
 
 
 @triton.jit

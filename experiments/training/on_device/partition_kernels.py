@@ -31,6 +31,14 @@ def among(magnitudes: Tensor, cuts: Tensor, values: Tensor, places: Tensor) -> T
     return found
 
 
+def among_anyones(vectors: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    runs, workers, dim = vectors.shape
+    found = torch.empty(runs, dim, dtype=torch.bool, device=vectors.device)
+    parts = values.contiguous(), places.contiguous()
+    _among_anyones[_grid(dim, runs)](found, vectors, *parts, dim, workers, BLOCK)
+    return found
+
+
 def forget(vectors: Tensor, union: Tensor, where: Tensor, otherwise: bool) -> None:
     runs, workers, dim = vectors.shape
     _forget[_grid(dim, runs)](vectors, union.contiguous(), where, dim, workers, otherwise, BLOCK)
@@ -82,6 +90,18 @@ def _among(found, magnitudes, cuts, values, places, dim, workers, BLOCK: tl.cons
     magnitude = tl.load(magnitudes + run * dim + at, mask=inside, other=0.0)
     value, place = tl.load(values + its, mask=inside, other=0.0), tl.load(places + its, mask=inside, other=0)
     taken = (magnitude > value) | ((magnitude == value) & (at <= place))
+    tl.store(found + run * dim + at, taken, mask=inside)
+
+
+@triton.jit
+def _among_anyones(found, vectors, values, places, dim, workers, BLOCK: tl.constexpr):
+    run, at, inside = _coordinates(dim, BLOCK)
+    taken = at < 0
+    for worker in range(workers):
+        its = run * workers + worker
+        magnitude = tl.abs(tl.load(vectors + its * dim + at, mask=inside, other=0.0))
+        value, place = tl.load(values + its), tl.load(places + its)
+        taken = taken | (magnitude > value) | ((magnitude == value) & (at <= place))
     tl.store(found + run * dim + at, taken, mask=inside)
 
 

@@ -51,6 +51,14 @@ class Partitions:
         return torch.searchsorted(self._cuts[:, 1:-1].contiguous(), coordinates, right=True)
 
 
+def among_anyones(vectors: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    """Which coordinates [runs, dim] are among some worker's largest; vectors [runs, workers, dim], values and places
+    [runs, workers]."""
+    if vectors.is_cuda:
+        return _kernels().among_anyones(vectors, values, places)
+    return among(vectors.abs(), values[..., None], places[..., None]).any(1)
+
+
 def forget(vectors: Tensor, union: Tensor, where: Tensor, otherwise: bool) -> None:
     """Set vectors [runs, workers, dim] to zero where `union` [runs, dim], in runs `where` [runs] says so; in the other
     runs nowhere, or everywhere if `otherwise`."""

@@ -9,21 +9,28 @@ import torch
 from torch import Tensor
 
 from cdgrab.sparsify.deft import DEFT
+from cdgrab.sparsify.simple import TopK
 from experiments.training.on_device.base import Selection, Sparse
 from experiments.training.on_device.counting import Groups, among
+from experiments.training.on_device.partitions import among_anyones
 
 
 class TopKs(Sparse):
+    def __init__(self, sparsifiers: Sequence[TopK], device: torch.device) -> None:
+        super().__init__(sparsifiers, device)
+        self._last_values = torch.zeros(self.runs * self.workers, device=device)  # which the next ones are near
+
     def most(self) -> Tensor:
         """How many coordinates each worker selects, [runs]."""
         return self.targets
 
     def select(self, accumulated: Tensor) -> Selection:
         starts = self.dim * torch.arange(self.runs * self.workers, device=self.device)
-        magnitudes, most = accumulated.abs(), self.most()[:, None].expand(-1, self.workers)
-        found = Groups(magnitudes, starts, starts + self.dim).largest(most.flatten())
-        values, places = (each.view(self.runs, self.workers, 1) for each in found)
-        return Selection(among(magnitudes, values, places).any(1), most)
+        most = self.most()[:, None].expand(-1, self.workers)
+        groups = Groups(accumulated, starts, starts + self.dim)
+        values, places = groups.largest(most.flatten(), near=self._last_values)
+        self._last_values.copy_(values)
+        return Selection(among_anyones(accumulated, values.view_as(most), places.view_as(most)), most)
 
 
 class Defts(Sparse):
@@ -34,6 +41,7 @@ class Defts(Sparse):
         self._piece = torch.repeat_interleave(torch.arange(len(self._pieces), device=device), self._sizes)  # [dim]
         runs = torch.arange(self.runs, device=device)[:, None, None]
         self._starts, self._ends = (torch.tensor(self._pieces, device=device) + self.dim * runs).flatten(0, 1).unbind(1)
+        self._last_values = torch.zeros(len(self._starts), device=device)  # which the next ones are near
         self._norms_bytes = math.ceil((self.workers - 1) * 8 * len(self._pieces) / self.workers)
 
     def select(self, accumulated: Tensor) -> Selection:
@@ -43,7 +51,8 @@ class Defts(Sparse):
         costs = self._sizes * counts.clamp(min=2).double().log2() * (counts > 0)
         owners = dealt(costs, self.workers)
         magnitudes = accumulated.gather(1, owners[:, None, self._piece])[:, 0].abs()
-        found = Groups(magnitudes, self._starts, self._ends).largest(counts.flatten())
+        found = Groups(magnitudes, self._starts, self._ends).largest(counts.flatten(), near=self._last_values)
+        self._last_values.copy_(found[0])
         values, places = (each.view_as(counts)[:, self._piece] for each in found)
         union = among(magnitudes, values, places)
         by_worker = counts.new_zeros(self.runs, self.workers).scatter_add_(1, owners, counts)
