@@ -127,13 +127,14 @@ OWN, AS_PUBLISHED = "ExDyna", "ExDyna as published"
 TRAINED = (("LeNet-CIFAR-10", "CIFAR-10"), ("LSTM-WikiText-2", "WikiText-2"))
 RESNET = "ResNet-18-CIFAR-10"
 DATA = dict(TRAINED) | {RESNET: "CIFAR-10"}
+DENSITIES = ("0.1", "0.01", "0.001")
 TO_AN_END = (
-    *(("LeNet-CIFAR-10", 8, density) for density in ("0.1", "0.01", "0.001")),
-    ("LeNet-CIFAR-10", 16, "0.01"),
-    ("LSTM-WikiText-2", 8, "0.01"),
-    (RESNET, 8, "0.01"),
+    *(("LeNet-CIFAR-10", workers, density) for workers in (8, 16) for density in DENSITIES),
+    *(("LSTM-WikiText-2", 8, density) for density in DENSITIES),
+    *((RESNET, 8, density) for density in DENSITIES[1:]),
 )
-CALM = f"{OWN}, no momentum"  # not trained with the ResNet
+CALM = f"{OWN}, no momentum"
+HAVE_CALM = {*TO_AN_END[:3], ("LeNet-CIFAR-10", 16, "0.01"), ("LSTM-WikiText-2", 8, "0.01")}
 
 
 def _real(where: str, says: str, network: str, data: str, *lines: str) -> Studied:
@@ -147,8 +148,9 @@ def _each(line: str, *methods: str) -> tuple[str, ...]:
 
 def _to_an_end(where: str, says: str, *lines: str, no_worse: bool = False) -> Iterator[Studied]:
     """Lines about whole trainings."""
-    for model, workers, density in TO_AN_END:
-        there = (line for line in lines if model != RESNET or CALM not in line)
+    for cell in TO_AN_END:
+        model, workers, density = cell
+        there = (line for line in lines if cell in HAVE_CALM or CALM not in line)
         every = tuple(f"{model}, {workers} workers, density {density}{line}" for line in there)
         figure = "" if density == "0.01" else density  # that is the study's own
         yield Studied(where, says, "compression", every, DATA[model], no_worse, figure)
