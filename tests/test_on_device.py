@@ -194,6 +194,17 @@ def test_runs_that_train_together_have_the_metrics_of_their_own_sparsifiers(monk
     assert isinstance(made[0].loop.averager, OnDevice) and len(made) == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_steps_on_a_gpu_have_the_metrics_of_a_cpu():
+    common = ["task=cifar10", "sorter=d_rr", "data=embedded", "workers=2", "epochs=2"]
+    common += ["task.dtype=float32", "task.batch=8", "task.limit=28", "task.test_limit=40"]
+    methods = [f"{name} density=0.05" for name in ("exdyna", "topk", "deft", "micro")] + ["powersgd", "fp16"]
+    on_cpu, on_gpu = (train([_training([*common, f"device={d}"], m) for m in methods]) for d in ("cpu", "cuda"))
+    for one, other in zip(on_cpu, on_gpu, strict=True):
+        for line, its in zip(one, other, strict=True):
+            assert its["train_loss"] == pytest.approx(line["train_loss"], rel=1e-3)
+
+
 def _training(common, method):
     name, *options = method.split()
     options = [f"sparsifier.{option}" for option in options]
@@ -209,11 +220,11 @@ def counted(magnitudes, starts, ends, wanted):
     return taken
 
 
-@pytest.mark.parametrize("dim", [7, 300])
+@pytest.mark.parametrize("dim", [7, 300, 3000])
 def test_the_largest_of_each_group_are_those_of_sorting_it(dim):
     generator = torch.Generator().manual_seed(dim)
     magnitudes = torch.randn(2, dim, generator=generator).abs() ** 9
-    magnitudes[0, ::3], magnitudes[1, ::2] = magnitudes[0, 0], 0
+    magnitudes[0, ::3], magnitudes[1, ::2], magnitudes[:, 3] = magnitudes[0, 0], 0, torch.tensor([1e-42, torch.inf])
     starts, ends = torch.tensor([0, 2, dim, 2 * dim - 1]), torch.tensor([2, dim, 2 * dim - 1, 2 * dim])
     group = torch.repeat_interleave(torch.arange(4), ends - starts)
     groups = Groups(magnitudes, starts, ends)
@@ -231,8 +242,10 @@ def test_the_largest_of_each_group_are_those_of_sorting_it(dim):
     assert torch.equal(taken, expected)
 
 
-def test_the_kernel_counts_as_the_loop_does(triton_device):
+def test_the_kernel_counts_as_the_loop_does(triton_device, monkeypatch):
     kernels = pytest.importorskip("experiments.training.on_device.counting_kernels")
+    monkeypatch.setattr(kernels, "SPREAD", 256)  # several programs
+    monkeypatch.setattr(kernels, "BLOCK", 128)  # of several blocks
     magnitudes = torch.randn(2, 700, generator=torch.Generator().manual_seed(0)).abs().round(decimals=1)
     starts, ends = torch.tensor([0, 0, 690, 700, 900]), torch.tensor([700, 5, 700, 700, 1400])
     values = torch.tensor([0.0, 0.1, 0.3, 0.35, 1.0, 3e38, torch.nan]).repeat(5, 20)
@@ -243,7 +256,7 @@ def test_the_kernel_counts_as_the_loop_does(triton_device):
         signed = (magnitudes * torch.tensor([[1], [-1]])).flatten().to(triton_device)
         found = kernels.count(signed, *where, 700, values.to(triton_device), there)
         assert torch.equal(found.cpu().long(), groups.reaching(values, idle))
-        for equal, shift in ((None, 20), (None, 10), (None, 0), (values[:, 2], 0)):
+        for equal, shift in ((None, 20), (None, 10), (None, 0), (values[:, 2], 10), (values[:, 2], 0)):
             begun = torch.tensor([0, 1 << 20, 0x3F800000, 0x7FF00000, 0x3E900000]) if equal is None else torch.zeros(5)
             given = [begun.int(), shift, 1024, there, None if equal is None else equal.to(triton_device)]
             found = kernels.spread(signed, *where, 700, given[0].to(triton_device), *given[1:])

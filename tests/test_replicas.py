@@ -163,6 +163,8 @@ def test_runs_that_differ_in_seed_sorter_or_rate_train_together():
 
 def test_unit_gradients_are_not_computed_for_sorters_that_do_not_look():
     assert numbers(["task.batch=8"], ["task.batch=8", "sorter=d_rr"], ["task.batch=8", "sorter=grab"]) == [[0, 2], [1]]
+    lstm = ["task=lstm_wiki2", "data=embedded", "workers=4", "task.batch=8"]  # whose workers visit one in a step
+    assert groups([compose([*lstm, f"sorter={sorter}"]) for sorter in ("cd_grab", "d_rr")], [False] * 2) == [[0, 1]]
 
 
 def test_groups_are_as_large_as_replicas_and_jobs_say():

@@ -36,8 +36,10 @@ def test_processes_share_runs_in_small_portions_but_a_gpu_takes_many(monkeypatch
     runs = [TrainingRun(run, seed) for seed in range(24)]
     assert alike(runs, 1) == [list(range(24))]
     assert alike(runs, 2) == [list(range(first, 24, 8)) for first in range(8)]
+    many = [TrainingRun(run, seed) for seed in range(100)]
+    assert alike(many, 1) == [list(range(32)), list(range(32, 64)), list(range(64, 96)), list(range(96, 100))]
     monkeypatch.setattr(training, "pick_device", lambda name: torch.device("cuda"))
-    assert alike(runs, 2) == [list(range(24))]
+    assert alike(runs, 2) == [list(range(24))] and alike(many, 2) == [list(range(96)), list(range(96, 100))]
 
 
 def test_a_run_that_diverges_ends_early():

@@ -133,8 +133,12 @@ TO_AN_END = (
     *(("LSTM-WikiText-2", 8, density) for density in DENSITIES),
     *((RESNET, 8, density) for density in DENSITIES[1:]),
 )
-CALM = f"{OWN}, no momentum"
-HAVE_CALM = {*TO_AN_END[:3], ("LeNet-CIFAR-10", 16, "0.01"), ("LSTM-WikiText-2", 8, "0.01")}
+CALM = f"{OWN}, no momentum"  # trained in these cells only
+HAVE_CALM = {
+    *(("LeNet-CIFAR-10", 8, density) for density in DENSITIES),
+    ("LeNet-CIFAR-10", 16, "0.01"),
+    ("LSTM-WikiText-2", 8, "0.01"),
+}
 
 
 def _real(where: str, says: str, network: str, data: str, *lines: str) -> Studied:

@@ -26,7 +26,7 @@ from experiments.training.loop import Trainer
 from experiments.training.member import Member, evaluated
 
 OF_THE_RUN = ("workers", "epochs", "device")  # settings that belong to a run and not to its task
-AT_ONCE = {"cpu": 32, "cuda": 80}  # runs: more gain little, and a group leaves its results when all of it is done
+AT_ONCE = {"cpu": 32, "cuda": 96}  # runs: more gain little, and a group leaves its results when all of it is done
 PORTIONS = 4  # for every process
 METRICS = ("train_", "test_", "herding_per_step")  # prefixes of the metrics that are kept
 Columns = Callable[[list[dict]], dict[str, list]]  # from a run's metrics by epoch, the untrained model's first
@@ -81,11 +81,16 @@ def alike(runs: Sequence[TrainingRun], processes: int) -> list[list[int]]:
     """The numbers of runs that train together, for so many processes. On a CPU they share all runs in small portions,
     so that nobody waits long for the last; a GPU, which they share, needs large ones."""
     composed = [_with_seed(_composed(run.overrides), run.seed, Path()) for run in runs]
-    share, portions = len(runs) if processes == 1 else -(-len(runs) // (PORTIONS * processes)), []
+    share = len(runs) if processes == 1 else -(-len(runs) // (PORTIONS * processes))
+    portions = []
     for group in groups(composed, [False] * len(runs), most=AT_ONCE["cuda"]):
-        device = pick_device(composed[group[0]].config.device).type
-        count = 1 if device == "cuda" else -(-len(group) // min(AT_ONCE["cpu"], share))
-        portions += [group[first::count] for first in range(count)]
+        if pick_device(composed[group[0]].config.device).type == "cuda":
+            portions.append(group)
+            continue
+        for start in range(0, len(group), AT_ONCE["cpu"]):
+            some = group[start : start + AT_ONCE["cpu"]]
+            count = -(-len(some) // min(AT_ONCE["cpu"], share))
+            portions += [some[first::count] for first in range(count)]
     return portions
 
 

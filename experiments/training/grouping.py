@@ -48,8 +48,8 @@ def _likeness(run: Run) -> str:
     name = config.sparsifier.name  # unless it is dense, it needs the gradients of every worker
     stays = known(SPARSIFIERS[name], config.sparsifier)  # on a GPU, unless others keep it from there
     same = {key: value for key, value in science.items() if not key.startswith(MAY_DIFFER)}
+    # unit gradients cost something only where a worker visits several units
     if config.task.batch > config.workers and not task_class(config.task.name).one_unit_per_step:
-        # only then do unit gradients cost something
         same["looks"] = SORTERS[config.sorter.name].needs_gradients
     return str([sorted(same.items(), key=str), name != "dense", stays, [str(config.get(key)) for key in MUST_AGREE]])
 

@@ -2,7 +2,7 @@
 
 A group is a stretch of flattened numbers in float32. Their magnitudes are what counts: these have the order of their
 bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting. Its leading bits are looked for
-around a value that is said to be near, or four at a time; the others ten at a time, since few magnitudes begin so.
+around a value that is said to be near, or four at a time; the others ten at a time, because few magnitudes share them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 LEADING = (28, 24, 20)  # places of the digits that are looked for one by one
 WIDE = 10  # bits of a digit of those that follow
-AROUND = 7  # so many values on each side of one that is said to be near
+AROUND = 7  # values tried on each side of `near`
 HIGHEST = 0x7F8  # leading bits of what is infinite
 PIECE = 4096  # coordinates of which one program counts those that are chosen
 
@@ -40,8 +40,8 @@ class Groups:
 
     def largest(self, wanted: Tensor, idle: Tensor | None = None, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of each group the `wanted` largest are those above a value and, of those equal to it, those up to a place in
-        the row: values, places [groups]; see `among`. Of `idle` groups these are all coordinates. near: values of
-        about the size of those [groups]; others do no harm."""
+        the row: values, places [groups]; see `among`. Of `idle` groups these are all coordinates, if any are
+        wanted. near: guesses of these values; bad ones only cost time."""
         bits, known = self._leading(near, wanted, idle)
         for shift in LEADING:
             tried = _digits(bits, shift, 4 if shift < LEADING[0] else 3)  # the highest bit is a sign
@@ -69,8 +69,8 @@ class Groups:
     def _following(
         self, found: Tensor, digits: int, wanted: Tensor, idle: Tensor | None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest numbers that `wanted` keys of each group reach, of which all but so many digits are found; how
-        many reach them, and the next ones. Keys: see `_spread`."""
+        """The largest number that at least `wanted` keys of each group reach; how many do, and how many reach the next
+        one. Its higher digits are `found`, so many are not. Keys: see `_spread`."""
         for shift in range((digits - 1) * WIDE, -1, -WIDE):
             reached = self._spread(found, shift, idle, values)
             digit = (reached[:, 1:-1] >= wanted[:, None]).sum(1, keepdim=True)
@@ -78,7 +78,7 @@ class Groups:
         return found, *(reached.gather(1, digit + more)[:, 0] for more in (0, 1))
 
     def _spread(self, found: Tensor, shift: int, idle: Tensor | None, values: Tensor | None) -> Tensor:
-        """How many keys of each group reach `found` with each digit at this place, and with the next one before it:
+        """How many keys of each group reach `found` with each digit at this place, and how many are beyond all of them:
         [groups, digits + 1]. Keys are the bits of the magnitudes; or, of the coordinates equal to the group's value,
         how far they are from the end of a row that begins with the group."""
         if self._numbers.is_cuda:

@@ -18,7 +18,7 @@ from experiments.training.on_device.partitions import among_anyones
 class TopKs(Sparse):
     def __init__(self, sparsifiers: Sequence[TopK], device: torch.device) -> None:
         super().__init__(sparsifiers, device)
-        self._last_values = torch.zeros(self.runs * self.workers, device=device)  # which the next ones are near
+        self._last_values = torch.zeros(self.runs * self.workers, device=device)  # the next ones will be near these
 
     def most(self) -> Tensor:
         """How many coordinates each worker selects, [runs]."""
@@ -41,7 +41,7 @@ class Defts(Sparse):
         self._piece = torch.repeat_interleave(torch.arange(len(self._pieces), device=device), self._sizes)  # [dim]
         runs = torch.arange(self.runs, device=device)[:, None, None]
         self._starts, self._ends = (torch.tensor(self._pieces, device=device) + self.dim * runs).flatten(0, 1).unbind(1)
-        self._last_values = torch.zeros(len(self._starts), device=device)  # which the next ones are near
+        self._last_values = torch.zeros(len(self._starts), device=device)  # the next ones will be near these
         self._norms_bytes = math.ceil((self.workers - 1) * 8 * len(self._pieces) / self.workers)
 
     def select(self, accumulated: Tensor) -> Selection:
