@@ -69,11 +69,11 @@ def on_gpu(triton_device):
 # With -n, pytest's processes take files one after the other. First those that take long, so that nobody waits for the
 # last one. While the first file compiles the kernels, the second has no need of them: else both would compile them.
 LONGEST = (
-    *("test_processes", "test_sparsify_oracles", "test_sparsify", "test_sparsify_density"),
-    *("test_reproduce", "test_studies", "test_examples", "test_replicas", "test_resuming", "test_runs", "test_figures"),
-    *("test_kernels", "test_startup", "test_sparse_training", "test_sorters", "test_sweeps", "test_config"),
-    *("test_gpt2_wiki103", "test_bench", "test_glue", "test_study_sparsification", "test_steps", "test_cifar10"),
-    *("test_fuzz", "test_structure", "test_study_herding", "test_verdicts", "test_study_scaling"),
+    *("test_processes", "test_sparsify_oracles", "test_sparsify", "test_sparsify_density", "test_reproduce"),
+    *("test_studies", "test_examples", "test_replicas", "test_resuming_processes", "test_resuming", "test_runs"),
+    *("test_figures", "test_kernels", "test_startup", "test_sparse_training", "test_sorters", "test_sweeps"),
+    *("test_config", "test_gpt2_wiki103", "test_bench", "test_glue", "test_study_sparsification", "test_steps"),
+    *("test_cifar10", "test_fuzz", "test_structure", "test_study_herding", "test_verdicts", "test_study_scaling"),
 )
 
 
