@@ -106,16 +106,22 @@ def heard(number, frame):
     (folder / "heard").touch()
     sys.exit(0)
 
+stands_still, ready = sys.argv[2] == "stands still", folder / "ready"
+
+def stopped():
+    number = ready.read_text()
+    return number and pathlib.Path("/proc", number, "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
 if os.environ["RANK"] == "0":
-    while not (folder / "ready").exists():
+    while not ready.exists() or (stands_still and not stopped()):
         time.sleep(0.01)
-    time.sleep(0.1)
     sys.exit(4)
-signal.signal(signal.SIGTERM, heard if sys.argv[2] == "stands still" else signal.SIG_IGN)
-(folder / "ready").touch()
-if sys.argv[2] == "stands still":
+signal.signal(signal.SIGTERM, heard if stands_still else signal.SIG_IGN)
+ready.write_text(str(os.getpid()))
+if stands_still:
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(60)
+for _ in range(1200):  # in one long sleep, a signal that comes just before it would be heard after it
+    time.sleep(0.05)
 """
 
 

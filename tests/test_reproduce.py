@@ -179,6 +179,7 @@ def test_notebooks_share_this_process_and_nothing_else(tmp_path, monkeypatch):
         printed.append("".join(output.text for output in cells[1].outputs).split())
     with pytest.raises(CdgrabError, match="notebook broken failed: ZeroDivisionError: division by zero"):
         notebook.execute("broken")
+    assert not hasattr(sys, "ps1")  # by which libraries tell that somebody sits at a prompt
     (process, *first), (same, *second) = printed
     assert process == same == str(os.getpid()) and (first, second) == (["one"], ["None", "False"])
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

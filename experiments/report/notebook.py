@@ -87,6 +87,9 @@ def _shell() -> InteractiveShell:
         def init_sys_modules(self) -> None:
             """This process keeps its own __main__."""
 
+        def init_prompts(self) -> None:
+            """Nor is it interactive: where it is, Lightning starts processes in another way."""
+
         def enable_gui(self, gui: str | None = None) -> None:
             """There is none."""
 
