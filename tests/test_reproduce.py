@@ -1,6 +1,8 @@
 """Commands of the suite from the outside: a small real sweep of every task, refusals, notebooks."""
 
+import base64
 import functools
+import io
 import math
 import os
 import re
@@ -9,9 +11,11 @@ import signal
 import sys
 
 import nbformat
+import numpy as np
 import pytest
 from conftest import replace_in
 from forked import in_checkout
+from PIL import Image
 from synthetic_runs import cells_of
 
 from cdgrab.errors import CdgrabError
@@ -157,6 +161,23 @@ def test_notebooks_tell_what_they_are_about_and_only_read_results():
             name for name in imported if name.startswith(("experiments.report", "experiments.studies"))
         }
         assert not re.search(r"\bopen\(|data_root|CDGRAB_DATA|plt\.", code)
+
+
+def test_large_pictures_of_notebooks_have_few_colours():
+    def encoded(side):
+        slope = np.linspace(0, 255, side).astype(np.uint8)
+        noise = np.random.default_rng(0).integers(0, 20, (side, side), dtype=np.uint8)
+        picture, file = np.stack([np.broadcast_to(slope, (side, side)), noise, noise], axis=-1), io.BytesIO()
+        Image.fromarray(picture).save(file, "png")
+        return picture, {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": "<Figure>"}
+
+    _, small = encoded(40)
+    assert notebook._with_palette(small) == small and notebook._with_palette({"text/plain": "1"}) == {"text/plain": "1"}
+    picture, large = encoded(600)
+    found = notebook._with_palette(large)
+    assert found["text/plain"] == "<Figure>" and len(found["image/png"]) < 0.6 * len(large["image/png"])
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["image/png"]))).convert("RGB"))
+    assert shown.shape == picture.shape and np.abs(shown.astype(int) - picture).mean() < 6
 
 
 def test_notebooks_share_this_process_and_nothing_else(tmp_path, monkeypatch):

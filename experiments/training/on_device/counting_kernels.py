@@ -67,17 +67,25 @@ def counts_between(chosen: Tensor, cuts: Tensor) -> Tensor:
 
 
 @triton.jit
-def _count(
-    counts, numbers, starts, ends, values, idle, each,
-    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOME_IDLE: tl.constexpr,
-):  # fmt: skip
-    """Some coordinates of one group against some of its values."""
+def _stretch(starts, ends, idle, COORDINATES: tl.constexpr, SOME_IDLE: tl.constexpr):
+    """This program's group, where that starts, the program's first coordinate there, where the group ends, and whether
+    there is anything to do."""
     group = tl.program_id(1)
     start, end = tl.load(starts + group), tl.load(ends + group)
     first = start + tl.program_id(0).to(tl.int64) * COORDINATES
     works = first < end
     if SOME_IDLE:
         works = works & (tl.load(idle + group) == 0)
+    return group, start, first, end, works
+
+
+@triton.jit
+def _count(
+    counts, numbers, starts, ends, values, idle, each,
+    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOME_IDLE: tl.constexpr,
+):  # fmt: skip
+    """Some coordinates of one group against some of its values."""
+    group, _, first, end, works = _stretch(starts, ends, idle, COORDINATES, SOME_IDLE)
     if works:
         column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
         here, real = group * each + column, column < each
@@ -97,12 +105,7 @@ def _spread(
 ):  # fmt: skip
     """Some coordinates of one group, by their digit. Those of the first one and above all of them, which may be many,
     are added up before they are written; those below, not at all."""
-    group = tl.program_id(1)
-    start, end = tl.load(starts + group), tl.load(ends + group)
-    first = start + tl.program_id(0).to(tl.int64) * COORDINATES
-    works = first < end
-    if SOME_IDLE:
-        works = works & (tl.load(idle + group) == 0)
+    group, start, first, end, works = _stretch(starts, ends, idle, COORDINATES, SOME_IDLE)
     if works:
         base, here = tl.load(found + group), counts + group.to(tl.int64) * (DIGITS + 1)
         lowest, above = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)

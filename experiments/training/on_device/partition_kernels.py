@@ -84,13 +84,18 @@ def _sampled(found, magnitudes, cuts, every, iteration, dim, workers, BLOCK: tl.
 
 
 @triton.jit
+def _is_taken(magnitude, value, at, place):
+    """Those above the value, and of those equal to it, those up to a place."""
+    return (magnitude > value) | ((magnitude == value) & (at <= place))
+
+
+@triton.jit
 def _among(found, magnitudes, cuts, values, places, dim, workers, BLOCK: tl.constexpr):
     run, at, inside = _coordinates(dim, BLOCK)
     its = run * workers + _partition(cuts, run, at, workers)
     magnitude = tl.load(magnitudes + run * dim + at, mask=inside, other=0.0)
     value, place = tl.load(values + its, mask=inside, other=0.0), tl.load(places + its, mask=inside, other=0)
-    taken = (magnitude > value) | ((magnitude == value) & (at <= place))
-    tl.store(found + run * dim + at, taken, mask=inside)
+    tl.store(found + run * dim + at, _is_taken(magnitude, value, at, place), mask=inside)
 
 
 @triton.jit
@@ -101,7 +106,7 @@ def _among_anyones(found, vectors, values, places, dim, workers, BLOCK: tl.const
         its = run * workers + worker
         magnitude = tl.abs(tl.load(vectors + its * dim + at, mask=inside, other=0.0))
         value, place = tl.load(values + its), tl.load(places + its)
-        taken = taken | (magnitude > value) | ((magnitude == value) & (at <= place))
+        taken = taken | _is_taken(magnitude, value, at, place)
     tl.store(found + run * dim + at, taken, mask=inside)
 
 
