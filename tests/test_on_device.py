@@ -13,9 +13,10 @@ from experiments.training.config import compose
 from experiments.training.loop import Trainer
 from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, known, supported
+from experiments.training.on_device.accumulation import accumulate, forget
 from experiments.training.on_device.counting import Groups, among, counts_between
 from experiments.training.on_device.exdyna import balanced, rebalanced
-from experiments.training.on_device.partitions import Partitions, among_anyones, forget
+from experiments.training.on_device.partitions import Partitions, among_anyones
 from experiments.training.on_device.peers import allotted, dealt
 from experiments.training.on_device.whole import orthonormal
 
@@ -244,19 +245,21 @@ def test_the_largest_of_each_group_are_those_of_sorting_it(dim):
 
 def test_the_kernel_counts_as_the_loop_does(triton_device, monkeypatch):
     kernels = pytest.importorskip("experiments.training.on_device.counting_kernels")
-    monkeypatch.setattr(kernels, "SPREAD", 256)  # several programs
+    monkeypatch.setattr(kernels, "EACH", 256)  # several programs
     monkeypatch.setattr(kernels, "BLOCK", 128)  # of several blocks
     magnitudes = torch.randn(2, 700, generator=torch.Generator().manual_seed(0)).abs().round(decimals=1)
     starts, ends = torch.tensor([0, 0, 690, 700, 900]), torch.tensor([700, 5, 700, 700, 1400])
-    values = torch.tensor([0.0, 0.1, 0.3, 0.35, 1.0, 3e38, torch.nan]).repeat(5, 20)
+    values = torch.tensor([0.0, 0.1, 0.3, 0.35, 1.0, 3e38, torch.nan]).repeat(5, 20).sort(dim=1).values
     groups = Groups(magnitudes, starts, ends)
+    equals = torch.full((5,), 0.3)
     for idle in (None, torch.tensor([False, False, True, False, False])):
         there = None if idle is None else idle.to(triton_device)
         where = [each.to(triton_device) for each in torch.stack([starts, ends], dim=1).unbind(1)]
         signed = (magnitudes * torch.tensor([[1], [-1]])).flatten().to(triton_device)
-        found = kernels.count(signed, *where, 700, values.to(triton_device), there)
-        assert torch.equal(found.cpu().long(), groups.reaching(values, idle))
-        for equal, shift in ((None, 20), (None, 10), (None, 0), (values[:, 2], 10), (values[:, 2], 0)):
+        for some in (values, values[:, :65], values[:, 40:43], values[:, 40:41]):
+            found = kernels.count(signed, *where, 700, some.to(triton_device), there)
+            assert torch.equal(found.cpu(), groups.reaching(some, idle))
+        for equal, shift in ((None, 20), (None, 10), (None, 0), (equals, 10), (equals, 0)):
             begun = torch.tensor([0, 1 << 20, 0x3F800000, 0x7FF00000, 0x3E900000]) if equal is None else torch.zeros(5)
             given = [begun.int(), shift, 1024, there, None if equal is None else equal.to(triton_device)]
             found = kernels.spread(signed, *where, 700, given[0].to(triton_device), *given[1:])
@@ -273,7 +276,7 @@ def test_kernels_of_partitions_do_what_plain_operations_do(triton_device, worker
     accumulated = torch.randn(runs, workers, dim, generator=generator).round(decimals=1)
     inner = torch.randint(1, dim, (runs, workers - 1), generator=generator).sort(dim=1).values
     cuts = torch.cat([torch.zeros(runs, 1).long(), inner, torch.full((runs, 1), dim)], dim=1)
-    every, iteration, where = torch.tensor([1, 3, 7]), torch.tensor(11), torch.tensor([True, False, True])
+    every, iteration, near = torch.tensor([1, 3, 7]), torch.tensor(11), torch.tensor([0.5, 0.0, 9.0])
     most = torch.randint(0, dim // workers, (runs, workers), generator=generator)
     plain = Partitions(cuts, dim, iteration)
 
@@ -285,16 +288,32 @@ def test_kernels_of_partitions_do_what_plain_operations_do(triton_device, worker
     assert torch.equal(on_device(kernels.sampled, seen, cuts, every, iteration), plain.sampled(seen, every))
     starts, ends = (dim * torch.arange(runs)[:, None] + cuts).unfold(1, 2, 1).flatten(0, 1).unbind(1)
     found = (each.view(runs, -1) for each in Groups(seen, starts, ends).largest(most.flatten()))
-    union = plain.largest(seen, most, torch.zeros_like(most, dtype=torch.bool))
+    union = plain.largest(seen, most, torch.zeros_like(most, dtype=torch.bool), near)
     values = torch.randn(runs, workers, generator=generator).abs().round(decimals=1)
     some = accumulated, values, torch.randint(0, dim, (runs, workers), generator=generator)
     assert torch.equal(on_device(kernels.among_anyones, *some), among_anyones(*some))
     assert torch.equal(on_device(kernels.among, seen, cuts, *found), union)
+
+
+@pytest.mark.parametrize("workers", [2, 6, 16])
+def test_kernels_accumulate_and_forget_as_plain_operations_do(triton_device, workers):
+    kernels = pytest.importorskip("experiments.training.on_device.accumulation_kernels")
+    generator, dim, runs = torch.Generator().manual_seed(workers), 1500, 3
+    residual, gradients = torch.randn(runs, workers, dim, generator=generator), torch.randn(5, workers, dim)
+    sent, where, rows = torch.rand(runs, dim) < 0.1, torch.tensor([True, False, True]), torch.tensor([4, 0, 3])
+
+    def on_device(kernel, vectors, *more):
+        there = vectors.clone().to(triton_device)
+        found = kernel(there, *(each.to(triton_device) if isinstance(each, torch.Tensor) else each for each in more))
+        return there.cpu(), None if found is None else found.cpu()
+
     for otherwise in (False, True):
-        expected, vectors = accumulated.clone(), accumulated.clone().to(triton_device)
-        forget(expected, union, where, otherwise)
-        kernels.forget(vectors, union.to(triton_device), where.to(triton_device), otherwise)
-        assert torch.equal(vectors.cpu(), expected)
+        expected = residual.clone()
+        forget(expected, sent, where, otherwise)
+        assert torch.equal(on_device(kernels.forget, residual, sent, where, otherwise)[0], expected)
+    found = on_device(kernels.accumulate, residual, gradients, rows, sent, where)
+    sums = accumulate(residual, gradients, rows, sent, where)
+    assert all(map(torch.equal, found, (residual, sums)))
 
 
 def test_partitions_and_shares_are_those_of_the_library():

@@ -23,8 +23,11 @@ def tree_sum(rows: Tensor) -> Tensor:
 
 
 def takes(rows: Tensor) -> bool:
-    fits = rows.stride(-1) == 1 and 1 < len(rows) & -len(rows) <= MOST_BRANCHES
-    return fits and rows.dtype in (torch.float32, torch.float64)
+    return rows.stride(-1) == 1 and takes_so_many(len(rows)) and rows.dtype in (torch.float32, torch.float64)
+
+
+def takes_so_many(rows: int) -> bool:
+    return 1 < rows & -rows <= MOST_BRANCHES
 
 
 @triton.jit
@@ -39,17 +42,23 @@ def _tree_kernel(
     for _ in range(1, LEAVES):
         where += row_stride
         sums += tl.load(where, mask=inside, other=0.0)
-    if BRANCHES > 32:
+    tl.store(out + run * dim + column, branches_added(sums), mask=column < dim)
+
+
+@triton.jit
+def branches_added(sums):
+    """[branches, columns] -> [columns]; 2 to 64 branches."""
+    if sums.shape[0] > 32:
         sums = _halved(sums)
-    if BRANCHES > 16:
+    if sums.shape[0] > 16:
         sums = _halved(sums)
-    if BRANCHES > 8:
+    if sums.shape[0] > 8:
         sums = _halved(sums)
-    if BRANCHES > 4:
+    if sums.shape[0] > 4:
         sums = _halved(sums)
-    if BRANCHES > 2:
+    if sums.shape[0] > 2:
         sums = _halved(sums)
-    tl.store(out + run * dim + column, tl.reshape(_halved(sums), (COLUMNS,)), mask=column < dim)
+    return tl.reshape(_halved(sums), (sums.shape[1],))
 
 
 @triton.jit

@@ -62,7 +62,8 @@ class OnDevice:
         together: dict[str, list[int]] = {}
         for number, averager in enumerate(averagers):
             together.setdefault(_likeness(averager.sparsifier), []).append(number)
-        self._rows = list(together.values())
+        self._rows = [torch.tensor(rows, device=device) for rows in together.values()]
+        self._places = torch.cat(self._rows).argsort()  # of the runs, if their kinds come one after the other
         self._kinds = [
             KINDS[type(averagers[rows[0]].sparsifier)]([averagers[row].sparsifier for row in rows], device)
             for rows in together.values()
@@ -76,19 +77,16 @@ class OnDevice:
         """The updates [..., dim] from the workers' mean gradients [..., workers, dim]; NaN for a run whose gradients
         are not finite, which ends it. There is no shard."""
         means = worker_means.view(-1, *worker_means.shape[-2:])
-        finite = torch.linalg.vector_norm(means, torch.inf, dim=(1, 2)).isfinite()  # reads each once
-        each, updates = means.unbind(0), means.new_empty(len(means), means.shape[-1])
-        ways = zip(self._rows, self._kinds, strict=True)
-        found = side_by_side([partial(kind.average, [each[row] for row in rows]) for rows, kind in ways], means.device)
-        for rows, its in zip(self._rows, found, strict=True):
-            torch._foreach_copy_([updates[row] for row in rows], its.unbind(0))
-        return updates.masked_fill_(~finite[:, None], torch.nan).view(*worker_means.shape[:-2], -1), None
+        ways = list(zip(self._kinds, self._rows, strict=True))
+        found = side_by_side([partial(kind.average, means, rows) for kind, rows in ways], means.device)
+        updates = torch.cat(found).index_select(0, self._places)
+        return updates.view(*worker_means.shape[:-2], -1), None
 
     def collect(self) -> None:
         """Waits for the device."""
         for rows, kind in zip(self._rows, self._kinds, strict=True):
             steps, sums = int(kind.iteration), kind.sums.tolist()
-            for row, its in zip(rows, sums, strict=True):
+            for row, its in zip(rows.tolist(), sums, strict=True):
                 self._averagers[row].add(steps, its)
             kind.sums.zero_()
 

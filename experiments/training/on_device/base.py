@@ -16,9 +16,8 @@ from torch import Tensor
 from cdgrab.sparsify import Sparsifier
 from cdgrab.sparsify.averager import LOGGED
 from cdgrab.sparsify.base import wanted
-from experiments.training.gradients import sum_by_run
+from experiments.training.on_device.accumulation import accumulate, forget
 from experiments.training.on_device.counting import how_many
-from experiments.training.on_device.partitions import forget
 
 INDEX, COUNT, VALUE = 4, 4, 4  # bytes of a coordinate's number, of how many there are, and of a gradient's number
 
@@ -41,8 +40,9 @@ class Kind:
         self.iteration = torch.zeros((), dtype=torch.long, device=device)
         self.sums = torch.zeros(runs, len(LOGGED), dtype=torch.float64, device=device)  # since they were read
 
-    def average(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The updates [runs, dim] from the workers' gradients [workers, dim] of each run."""
+    def average(self, gradients: Tensor, rows: Tensor) -> Tensor:
+        """The updates [runs, dim] from the workers' gradients [all runs, workers, dim], of which the runs of this kind
+        are in these rows; NaN for a run whose gradients are not finite, which ends it."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -64,6 +64,8 @@ class Sparse(Kind):
         self._feedback = self._each([each.error_feedback for each in sparsifiers])
         self._correction = self._each([each.momentum_correction for each in sparsifiers], torch.float32)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
+        self._sent = torch.zeros(self.runs, self.dim, dtype=torch.bool, device=device)  # in the last step
+        self._numbers = torch.arange(self.runs, device=device)
         self._masking = self._each([each.momentum_masking for each in sparsifiers])
         corrects = any(each.momentum_correction for each in sparsifiers)
         self._momentum = torch.zeros_like(self._residual) if corrects else None
@@ -85,27 +87,19 @@ class Sparse(Kind):
         """How many coordinates are wanted in this step, [runs]."""
         return self.now(self._targets)
 
-    def average(self, gradients: Sequence[Tensor]) -> Tensor:
-        accumulated = self._accumulated(gradients)
-        found = self.select(accumulated)
-        mean = sum_by_run(accumulated) / self.workers
-        update = mean.masked_fill(~found.union, 0)
-        forget(self._residual, found.union, self._feedback, otherwise=True)
+    def average(self, gradients: Tensor, rows: Tensor) -> Tensor:
         if self._momentum is not None:
-            forget(self._momentum, found.union, self._masking, otherwise=False)
+            forget(self._momentum, self._sent, self._masking, otherwise=False)
+            gradients = self._momentum.mul_(self._correction).add_(gradients.index_select(0, rows))
+            rows = self._numbers
+        sums = accumulate(self._residual, gradients, rows, self._sent, self._feedback)
+        found = self.select(self._residual)
+        self._sent.copy_(found.union)
         sent = how_many(found.union)
         self._record(found, sent)
         self.learn(found, sent)
         self.iteration += 1
-        return update
-
-    def _accumulated(self, gradients: Sequence[Tensor]) -> Tensor:
-        if self._momentum is None:
-            torch._foreach_add_(self._residual.unbind(0), gradients)
-            return self._residual
-        self._momentum.mul_(self._correction)
-        torch._foreach_add_(self._momentum.unbind(0), gradients)
-        return self._residual.add_(self._momentum)
+        return finite_or_nan((sums / self.workers).masked_fill_(~found.union, 0), sums)
 
     def select(self, accumulated: Tensor) -> Selection:
         """accumulated [runs, workers, dim]"""
@@ -125,3 +119,9 @@ class Sparse(Kind):
             threshold=found.threshold,
             bytes=others + found.bytes + indices + values,
         )
+
+
+def finite_or_nan(updates: Tensor, numbers: Tensor) -> Tensor:
+    """The updates [runs, dim], with NaN for runs of which not all numbers [runs, ...] are finite."""
+    largest = torch.linalg.vector_norm(numbers.flatten(1), torch.inf, dim=1, keepdim=True)
+    return updates.masked_fill_(~largest.isfinite(), torch.nan)

@@ -1,8 +1,8 @@
 """How many coordinates reach some values, and which are the largest, for many groups of coordinates at once.
 
 A group is a stretch of flattened numbers in float32. Their magnitudes are what counts: these have the order of their
-bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting. Its leading bits are looked for
-around a value that is said to be near, or four at a time; the others ten at a time, because few magnitudes share them.
+bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting, ten of its bits after ten others.
+The first of them are looked for a little below a value that is said to be near, since few magnitudes are above that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-LEADING = (28, 24, 20)  # places of the digits that are looked for one by one
-WIDE = 10  # bits of a digit of those that follow
-AROUND = 7  # values tried on each side of `near`
+WIDE = 10  # bits of a digit
+HALF = 1 << 3 * WIDE  # of the bits that are not a sign, the highest
+BELOW = 3  # values are tried from so many eighths of a factor of two below one that is said to be near
 HIGHEST = 0x7F8  # leading bits of what is infinite
 PIECE = 4096  # coordinates of which one program counts those that are chosen
 
@@ -30,7 +30,8 @@ class Groups:
         self._dim = numbers.shape[-1]
 
     def reaching(self, values: Tensor, idle: Tensor | None = None) -> Tensor:
-        """How many coordinates of each group reach each of its values [groups, values]; of `idle` groups, none."""
+        """How many coordinates of each group reach each of its values [groups, values], which rise; of `idle` groups,
+        none."""
         if self._numbers.is_cuda:
             return _kernels().count(self._numbers, self._starts, self._ends, self._dim, values, idle)
         counts = torch.zeros(values.shape, dtype=torch.long)
@@ -43,14 +44,15 @@ class Groups:
         the row: values, places [groups]; see `among`. Of `idle` groups these are all coordinates, if any are
         wanted. near: guesses of these values; bad ones only cost time."""
         bits, known = self._leading(near, wanted, idle)
-        for shift in LEADING:
-            tried = _digits(bits, shift, 4 if shift < LEADING[0] else 3)  # the highest bit is a sign
-            bits += (self.reaching(tried.view(torch.float32), known) >= wanted[:, None]).sum(1).int() << shift
-        bits, reached, above = self._following(bits, 2, wanted, idle)
+        half = torch.full_like(bits, HALF).view(torch.float32)[:, None]
+        bits += (self.reaching(half, known) >= wanted[:, None])[:, 0] * HALF
+        bits, _, _ = self._following(bits, 2 * WIDE, wanted, known)
+        for shift in (WIDE, 0):
+            bits, reached, above = self._following(bits, shift, wanted, idle)
         values, fits = bits.view(torch.float32), reached == wanted
-        fits = fits if idle is None else fits | idle
-        digits = -(-self._dim.bit_length() // WIDE)
-        left, _, _ = self._following(torch.zeros_like(bits), digits, wanted - above, fits, values)
+        fits, left = fits if idle is None else fits | idle, torch.zeros_like(bits)
+        for shift in range((self._dim.bit_length() - 1) // WIDE * WIDE, -1, -WIDE):
+            left, _, _ = self._following(left, shift, wanted - above, fits, values)
         return values, self._dim - 1 - left + self._starts % self._dim
 
     def _leading(self, near: Tensor | None, wanted: Tensor, idle: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -58,24 +60,20 @@ class Groups:
         and where nothing is to be looked for any more."""
         if near is None:
             return torch.zeros_like(wanted, dtype=torch.int32), idle
-        around = torch.arange(-AROUND, AROUND + 1, dtype=torch.int32, device=wanted.device)
-        middle = (near.view(torch.int32) >> LEADING[-1]).clamp(max=HIGHEST)
-        tried = (middle[:, None] + around).clamp(min=0) << LEADING[-1]
-        place = (self.reaching(tried.view(torch.float32), idle) >= wanted[:, None]).sum(1)
-        found = (place > 0) & (place < len(around))
-        bits = tried.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0].masked_fill(~found, 0)
+        lowest = ((near.view(torch.int32) >> 2 * WIDE).clamp(max=HIGHEST) - BELOW).clamp(min=0) << 2 * WIDE
+        reached = self._spread(lowest, 2 * WIDE, idle, None) >= wanted[:, None]
+        found = reached[:, 0] & ~reached[:, -1]
+        bits = (lowest + ((reached.sum(1) - 1) << 2 * WIDE).int()).masked_fill(~found, 0)
         return bits, found if idle is None else found | idle
 
     def _following(
-        self, found: Tensor, digits: int, wanted: Tensor, idle: Tensor | None, values: Tensor | None = None
+        self, found: Tensor, shift: int, wanted: Tensor, idle: Tensor | None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest number that at least `wanted` keys of each group reach; how many do, and how many reach the next
-        one. Its higher digits are `found`, so many are not. Keys: see `_spread`."""
-        for shift in range((digits - 1) * WIDE, -1, -WIDE):
-            reached = self._spread(found, shift, idle, values)
-            digit = (reached[:, 1:-1] >= wanted[:, None]).sum(1, keepdim=True)
-            found = found + (digit[:, 0] << shift).int()
-        return found, *(reached.gather(1, digit + more)[:, 0] for more in (0, 1))
+        """What was `found`, with the largest digit at this place that at least `wanted` keys of each group reach; how
+        many do, and how many reach the next one. Keys: see `_spread`."""
+        reached = self._spread(found, shift, idle, values)
+        digit = (reached[:, 1:-1] >= wanted[:, None]).sum(1, keepdim=True)
+        return found + (digit[:, 0] << shift).int(), *(reached.gather(1, digit + more)[:, 0] for more in (0, 1))
 
     def _spread(self, found: Tensor, shift: int, idle: Tensor | None, values: Tensor | None) -> Tensor:
         """How many keys of each group reach `found` with each digit at this place, and how many are beyond all of them:
@@ -120,11 +118,6 @@ def among(magnitudes: Tensor, values: Tensor, places: Tensor) -> Tensor:
     """Which of the magnitudes [..., dim] are among the largest of their groups, whose values and places these are."""
     before = torch.arange(magnitudes.shape[-1], device=magnitudes.device) <= places
     return (magnitudes > values) | ((magnitudes == values) & before)
-
-
-def _digits(found: Tensor, shift: int, bits: int) -> Tensor:
-    """What was found so far, with all digits but zero at the next place: [groups, digits]."""
-    return found[:, None] + (torch.arange(1, 1 << bits, dtype=found.dtype, device=found.device) << shift)
 
 
 def _kernels() -> ModuleType:

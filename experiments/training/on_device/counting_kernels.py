@@ -7,11 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-EACH = 8192  # coordinates for one program, at most
-AT_ONCE = 64  # values that they are compared with
-TILE = 4096  # comparisons at a time: what stays in registers
-SPREAD = 16384  # coordinates for one program, at most, that spreads them over digits
-BLOCK = 1024  # coordinates at a time, of which those are counted that are chosen
+EACH = 16384  # coordinates for one program, at most
+BLOCK = 1024  # of these at a time
 
 
 def count(
@@ -25,14 +22,13 @@ def count(
     """See `experiments.training.on_device.counting.Groups.reaching`. [groups, values]"""
     groups, each = values.shape
     counts = torch.zeros(groups, each, dtype=torch.int32, device=numbers.device)
-    width = min(AT_ONCE, triton.next_power_of_2(each))
-    block = TILE // width
-    coordinates = min(EACH, block * triton.cdiv(dim, block))
-    _count[triton.cdiv(dim, coordinates), groups, triton.cdiv(each, width)](
+    coordinates = min(EACH, BLOCK * triton.cdiv(dim, BLOCK))
+    _count[triton.cdiv(dim, coordinates), groups](
         counts, numbers, starts.contiguous(), ends.contiguous(), values.contiguous(),
-        starts if idle is None else idle.contiguous(), each, coordinates, block, width, idle is not None,
+        starts if idle is None else idle.contiguous(), each, coordinates, BLOCK, (each - 1).bit_length(),
+        idle is not None,
     )  # fmt: skip
-    return counts
+    return _and_above(counts)
 
 
 def spread(
@@ -49,12 +45,16 @@ def spread(
     """See `experiments.training.on_device.counting.Groups`. [groups, digits + 1]"""
     groups = len(found)
     counts = torch.zeros(groups, digits + 1, dtype=torch.int32, device=numbers.device)
-    coordinates = min(SPREAD, BLOCK * triton.cdiv(dim, BLOCK))
+    coordinates = min(EACH, BLOCK * triton.cdiv(dim, BLOCK))
     _spread[triton.cdiv(dim, coordinates), groups](
         counts, numbers, starts.contiguous(), ends.contiguous(), found.contiguous(),
         starts if idle is None else idle.contiguous(), numbers if values is None else values.contiguous(),
         dim, shift, coordinates, BLOCK, digits, values is not None, idle is not None,
     )  # fmt: skip
+    return _and_above(counts)
+
+
+def _and_above(counts: Tensor) -> Tensor:
     return counts.flip(1).cumsum(1).flip(1)
 
 
@@ -82,20 +82,27 @@ def _stretch(starts, ends, idle, COORDINATES: tl.constexpr, SOME_IDLE: tl.conste
 @triton.jit
 def _count(
     counts, numbers, starts, ends, values, idle, each,
-    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOME_IDLE: tl.constexpr,
+    COORDINATES: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SOME_IDLE: tl.constexpr,
 ):  # fmt: skip
-    """Some coordinates of one group against some of its values."""
+    """Some coordinates of one group, each with the highest value that it reaches: found bit by bit, for those that
+    reach any. Those that reach them all, which may be many, are added up before they are written."""
     group, _, first, end, works = _stretch(starts, ends, idle, COORDINATES, SOME_IDLE)
     if works:
-        column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-        here, real = group * each + column, column < each
-        wanted = tl.load(values + here, mask=real, other=0)[None, :]
-        total = tl.zeros((BLOCK, WIDTH), tl.int32)
+        its, here = values + group.to(tl.int64) * each, counts + group.to(tl.int64) * each
+        lowest, highest = tl.load(its), tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, COORDINATES, BLOCK):
             at = first + begin + tl.arange(0, BLOCK)
-            found = tl.abs(tl.load(numbers + at, mask=at < end, other=0.0))
-            total += ((at < end)[:, None] & (found[:, None] >= wanted)).to(tl.int32)
-        tl.atomic_add(counts + here, tl.sum(total, axis=0), mask=real)
+            magnitude = tl.abs(tl.load(numbers + at, mask=at < end, other=0.0))
+            counted = (at < end) & (magnitude >= lowest)
+            place = tl.zeros((BLOCK,), tl.int32)
+            for bit in tl.static_range(BITS):
+                further = place + (1 << (BITS - 1 - bit))
+                there = counted & (further < each)
+                value = tl.load(its + further, mask=there, other=0.0)
+                place = tl.where(there & (magnitude >= value), further, place)
+            highest += (counted & (place == each - 1)).to(tl.int32)
+            tl.atomic_add(here + place, 1, mask=counted & (place < each - 1), sem="relaxed")
+        tl.atomic_add(here + each - 1, tl.sum(highest, axis=0), sem="relaxed")
 
 
 @triton.jit

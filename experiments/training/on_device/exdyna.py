@@ -58,7 +58,7 @@ class ExDynas(Sparse):
         counts = pad(in_blocks.cumsum(1), (1, 0)).gather(1, first).diff(dim=1)
         if self._rule == "balanced":
             most = self.now(self._most)[:, None]
-            union &= partitions.largest(magnitudes, most.expand_as(counts), counts <= most)
+            union &= partitions.largest(magnitudes, most.expand_as(counts), counts <= most, self._value.float())
             counts = counts.minimum(most)
         sizes = cuts.diff(dim=1)
         empty = (counts == 0) & (sizes > 0)  # such a worker sends one in turn

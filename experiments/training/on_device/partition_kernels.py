@@ -13,21 +13,21 @@ BLOCK = 1024  # coordinates of a program
 def seen_by_owners(accumulated: Tensor, cuts: Tensor, iteration: Tensor) -> Tensor:
     runs, workers, dim = accumulated.shape
     seen = accumulated.new_empty(runs, dim)
-    _seen_by_owners[_grid(dim, runs)](seen, accumulated, cuts.contiguous(), iteration, dim, workers, BLOCK)
+    _seen_by_owners[grid(dim, runs)](seen, accumulated, cuts.contiguous(), iteration, dim, workers, BLOCK)
     return seen
 
 
 def sampled(magnitudes: Tensor, cuts: Tensor, every: Tensor, iteration: Tensor) -> Tensor:
     found, (runs, dim) = torch.empty_like(magnitudes), magnitudes.shape
     parts = cuts.contiguous(), every.contiguous(), iteration
-    _sampled[_grid(dim, runs)](found, magnitudes, *parts, dim, cuts.shape[1] - 1, BLOCK)
+    _sampled[grid(dim, runs)](found, magnitudes, *parts, dim, cuts.shape[1] - 1, BLOCK)
     return found
 
 
 def among(magnitudes: Tensor, cuts: Tensor, values: Tensor, places: Tensor) -> Tensor:
     found, (runs, dim) = torch.empty_like(magnitudes, dtype=torch.bool), magnitudes.shape
     parts = cuts.contiguous(), values.contiguous(), places.contiguous()
-    _among[_grid(dim, runs)](found, magnitudes, *parts, dim, cuts.shape[1] - 1, BLOCK)
+    _among[grid(dim, runs)](found, magnitudes, *parts, dim, cuts.shape[1] - 1, BLOCK)
     return found
 
 
@@ -35,21 +35,16 @@ def among_anyones(vectors: Tensor, values: Tensor, places: Tensor) -> Tensor:
     runs, workers, dim = vectors.shape
     found = torch.empty(runs, dim, dtype=torch.bool, device=vectors.device)
     parts = values.contiguous(), places.contiguous()
-    _among_anyones[_grid(dim, runs)](found, vectors, *parts, dim, workers, BLOCK)
+    _among_anyones[grid(dim, runs)](found, vectors, *parts, dim, workers, BLOCK)
     return found
 
 
-def forget(vectors: Tensor, union: Tensor, where: Tensor, otherwise: bool) -> None:
-    runs, workers, dim = vectors.shape
-    _forget[_grid(dim, runs)](vectors, union.contiguous(), where, dim, workers, otherwise, BLOCK)
-
-
-def _grid(dim: int, runs: int) -> tuple[int, int]:
+def grid(dim: int, runs: int) -> tuple[int, int]:
     return triton.cdiv(dim, BLOCK), runs
 
 
 @triton.jit
-def _coordinates(dim, BLOCK: tl.constexpr):
+def coordinates(dim, BLOCK: tl.constexpr):
     """This program's run and coordinates, and which of those there are."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return tl.program_id(1).to(tl.int64), at, at < dim
@@ -66,7 +61,7 @@ def _partition(cuts, run, at, workers):
 
 @triton.jit
 def _seen_by_owners(seen, accumulated, cuts, iteration, dim, workers, BLOCK: tl.constexpr):
-    run, at, inside = _coordinates(dim, BLOCK)
+    run, at, inside = coordinates(dim, BLOCK)
     turn = (tl.load(iteration) % workers).to(tl.int32)
     owner = (_partition(cuts, run, at, workers) + workers - turn) % workers
     own = tl.load(accumulated + (run * workers + owner) * dim + at, mask=inside, other=0.0)
@@ -75,7 +70,7 @@ def _seen_by_owners(seen, accumulated, cuts, iteration, dim, workers, BLOCK: tl.
 
 @triton.jit
 def _sampled(found, magnitudes, cuts, every, iteration, dim, workers, BLOCK: tl.constexpr):
-    run, at, inside = _coordinates(dim, BLOCK)
+    run, at, inside = coordinates(dim, BLOCK)
     step = tl.load(every + run)
     start = tl.load(cuts + run * (workers + 1) + _partition(cuts, run, at, workers), mask=inside, other=0)
     counted = (at - start) % step == tl.load(iteration) % step
@@ -91,7 +86,7 @@ def _is_taken(magnitude, value, at, place):
 
 @triton.jit
 def _among(found, magnitudes, cuts, values, places, dim, workers, BLOCK: tl.constexpr):
-    run, at, inside = _coordinates(dim, BLOCK)
+    run, at, inside = coordinates(dim, BLOCK)
     its = run * workers + _partition(cuts, run, at, workers)
     magnitude = tl.load(magnitudes + run * dim + at, mask=inside, other=0.0)
     value, place = tl.load(values + its, mask=inside, other=0.0), tl.load(places + its, mask=inside, other=0)
@@ -100,7 +95,7 @@ def _among(found, magnitudes, cuts, values, places, dim, workers, BLOCK: tl.cons
 
 @triton.jit
 def _among_anyones(found, vectors, values, places, dim, workers, BLOCK: tl.constexpr):
-    run, at, inside = _coordinates(dim, BLOCK)
+    run, at, inside = coordinates(dim, BLOCK)
     taken = at < 0
     for worker in range(workers):
         its = run * workers + worker
@@ -108,16 +103,3 @@ def _among_anyones(found, vectors, values, places, dim, workers, BLOCK: tl.const
         value, place = tl.load(values + its), tl.load(places + its)
         taken = taken | _is_taken(magnitude, value, at, place)
     tl.store(found + run * dim + at, taken, mask=inside)
-
-
-@triton.jit
-def _forget(vectors, union, where, dim, workers, OTHERWISE: tl.constexpr, BLOCK: tl.constexpr):
-    """Nothing is read but the union, and nothing written but zeros."""
-    run, at, inside = _coordinates(dim, BLOCK)
-    if tl.load(where + run) != 0:
-        inside = inside & (tl.load(union + run * dim + at, mask=inside, other=0) != 0)
-    elif not OTHERWISE:
-        inside = inside & (at < 0)
-    zero = tl.zeros((BLOCK,), vectors.dtype.element_ty)
-    for worker in range(workers):
-        tl.store(vectors + (run * workers + worker) * dim + at, zero, mask=inside)

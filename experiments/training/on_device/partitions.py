@@ -1,4 +1,4 @@
-"""Partitions of several runs' coordinates: what the owner of each sees, and what is selected and forgotten there.
+"""Partitions of several runs' coordinates: what the owner of each sees, and what is selected there.
 
 In plain operations, which a CPU computes; and by kernels on a GPU, where each of these would be read several times.
 """
@@ -35,11 +35,14 @@ class Partitions:
         in_partition = torch.arange(self._dim) - self._cuts.gather(1, self._numbers())
         return magnitudes.masked_fill(in_partition % every[:, None] != self._iteration % every[:, None], 0)
 
-    def largest(self, magnitudes: Tensor, most: Tensor, fit: Tensor) -> Tensor:
-        """Which are among the `most` [runs, workers] largest of their partitions; in those that `fit`, all are."""
+    def largest(self, magnitudes: Tensor, most: Tensor, fit: Tensor, near: Tensor) -> Tensor:
+        """Which are among the `most` [runs, workers] largest of their partitions; in those that `fit`, all are. near
+        [runs]: values that the least of them are near, probably."""
         rows = self._dim * torch.arange(len(magnitudes), device=magnitudes.device)[:, None]
         starts, ends = ((rows + cuts).flatten() for cuts in (self._cuts[:, :-1], self._cuts[:, 1:]))
-        values, places = Groups(magnitudes, starts, ends).largest(most.flatten(), fit.flatten())
+        values, places = Groups(magnitudes, starts, ends).largest(
+            most.flatten(), fit.flatten(), near.repeat_interleave(most.shape[1])
+        )
         values, places = values.view_as(most), places.view_as(most)
         if magnitudes.is_cuda:
             return _kernels().among(magnitudes, self._cuts, values, places)
@@ -57,16 +60,6 @@ def among_anyones(vectors: Tensor, values: Tensor, places: Tensor) -> Tensor:
     if vectors.is_cuda:
         return _kernels().among_anyones(vectors, values, places)
     return among(vectors.abs(), values[..., None], places[..., None]).any(1)
-
-
-def forget(vectors: Tensor, union: Tensor, where: Tensor, otherwise: bool) -> None:
-    """Set vectors [runs, workers, dim] to zero where `union` [runs, dim], in runs `where` [runs] says so; in the other
-    runs nowhere, or everywhere if `otherwise`."""
-    if vectors.is_cuda:
-        _kernels().forget(vectors, union, where, otherwise)
-    else:
-        mask = union & where[:, None] | ~where[:, None] if otherwise else union & where[:, None]
-        vectors.masked_fill_(mask[:, None], 0)
 
 
 def _kernels() -> ModuleType:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cdgrab.sparsify.compressor import rounded, summed_bytes
 from cdgrab.sparsify.peers import PowerSGD, Whole
 from experiments.training.gradients import sum_by_run
-from experiments.training.on_device.base import VALUE, Kind
+from experiments.training.on_device.base import VALUE, Kind, finite_or_nan
 
 ROUNDING = 8  # times what a number is rounded by: what is left of a column, if not larger, has no direction
 
@@ -21,23 +21,24 @@ class Wholes(Kind):
     def __init__(self, compressors: Sequence[Whole], device: torch.device) -> None:
         super().__init__(len(compressors), compressors[0].workers, compressors[0].dim, device)
 
-    def average(self, gradients: Sequence[Tensor]) -> Tensor:
+    def average(self, gradients: Tensor, rows: Tensor) -> Tensor:
+        gradients = gradients.index_select(0, rows)
         mean, sent = self.mean(gradients)
         self._add(density=1.0, imbalance=0.0, threshold=None, bytes=self.workers - 1 + sent)
         self.iteration += 1
-        return mean
+        return finite_or_nan(mean, gradients)
 
-    def mean(self, gradients: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """The means [runs, dim], and the bytes that a worker sends for one."""
+    def mean(self, gradients: Tensor) -> tuple[Tensor, int]:
+        """The means [runs, dim] of gradients [runs, workers, dim], and the bytes that a worker sends for one."""
         raise NotImplementedError
 
 
 class Halves(Wholes):
     """fp16"""
 
-    def mean(self, gradients: Sequence[Tensor]) -> tuple[Tensor, int]:
-        half, own = torch.float16, gradients[0].dtype
-        mean = sum_by_run(rounded(torch.stack(list(gradients)), half).to(own)) / self.workers
+    def mean(self, gradients: Tensor) -> tuple[Tensor, int]:
+        half, own = torch.float16, gradients.dtype
+        mean = sum_by_run(rounded(gradients, half).to(own)) / self.workers
         return rounded(mean, half).to(own), summed_bytes(self.workers, half.itemsize * self.dim)
 
 
@@ -53,9 +54,8 @@ class PowerSgds(Wholes):
         self._forgets = torch.tensor([not each.error_feedback for each in compressors], device=device)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
 
-    def mean(self, gradients: Sequence[Tensor]) -> tuple[Tensor, int]:
-        self._residual.masked_fill_(self._forgets, 0)
-        torch._foreach_add_(self._residual.unbind(0), gradients)
+    def mean(self, gradients: Tensor) -> tuple[Tensor, int]:
+        self._residual.masked_fill_(self._forgets, 0).add_(gradients)
         matrices = [self._residual[..., each.place].unflatten(2, (each.rows, -1)) for each in self._matrices]
         others = [self._residual[..., place] for place in self._others]
         products = [(m @ orthonormal(q)[:, None]).flatten(2) for m, q in zip(matrices, self._columns(), strict=True)]
