@@ -6,6 +6,7 @@ import torch
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import SPARSIFIERS, SparseAverager, make_sparsifier
+from cdgrab.sparsify.exdyna import MOST_AIM
 from experiments.studies.matched import MATCHED
 from experiments.studies.training import TrainingRun, train
 from experiments.tasks import make_task
@@ -64,18 +65,33 @@ def gradients(runs, workers, dim=DIM, steps=STEPS):
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_updates_and_statistics_are_those_of_each_run_by_itself(workers):
-    alone, together = averagers(METHODS, workers), averagers(METHODS, workers)
+    compare_with_each_by_itself(METHODS, workers, gradients(len(METHODS), workers))
+
+
+def compare_with_each_by_itself(methods, workers, steps):
+    alone, together = averagers(methods, workers), averagers(methods, workers)
     assert supported(together, torch.float32, CPU) and not supported(together, torch.float64, CPU)
     on_device = OnDevice(together, CPU)
-    for step, means in enumerate(gradients(len(METHODS), workers)):
+    for step, means in enumerate(steps):
         found, _ = on_device.average(means)
-        for name, averager, its, mine in zip(METHODS, alone, means, found, strict=True):
+        for name, averager, its, mine in zip(methods, alone, means, found, strict=True):
             torch.testing.assert_close(mine, averager.average(its)[0], rtol=1e-6, atol=0, msg=f"{name}, step {step}")
         if step == STEPS // 2:
             on_device.collect()
     on_device.collect()
-    for name, one, other in zip(METHODS, alone, together, strict=True):
+    for name, one, other in zip(methods, alone, together, strict=True):
         assert other.epoch_means() == pytest.approx(one.epoch_means(), rel=1e-6), name
+    return alone
+
+
+def test_workers_that_send_more_than_their_share_are_those_of_each_run_by_itself():
+    """Where all that is large is theirs, in each step others."""
+    methods = {"exdyna": {}, "exdyna, more": {"density": 0.1}, "exdyna, forgetful": {"error_feedback": False}}
+    steps = list(gradients(3, 8))
+    for step, means in enumerate(steps):
+        means[..., (start := 60 * (7 * step % 15)) : start + 60] *= 1e4
+    alone = compare_with_each_by_itself(methods, 8, steps)
+    assert max(averager.sparsifier._aim for averager in alone) > 1.5 * MOST_AIM
 
 
 def test_samples_are_counted_where_many_coordinates_are_wanted():

@@ -70,6 +70,22 @@ def test_density_at_64_workers_and_loads_even_out():
     assert found.stats.density >= 0.9 * 0.01 and np.mean(imbalances[20:]) <= 0.2
 
 
+@pytest.mark.parametrize("density", [0.003, 0.02])
+def test_density_holds_where_few_workers_have_all_that_is_large(density):
+    """In each iteration others: no partition could share it out beforehand."""
+    found = make_sparsifier("exdyna", workers=16, dim=16_000, density=density, blocks=64, error_feedback=False)
+    generator = torch.Generator().manual_seed(0)
+
+    def gradients():
+        large = torch.randperm(64, generator=generator)[:5]
+        sizes = torch.ones(64).index_fill(0, large, 30.0).repeat_interleave(250)
+        return sizes * torch.randn(16, 16_000, generator=generator)
+
+    kept = ratios(found, gradients, 60)
+    assert kept[20:].mean() == pytest.approx(1, abs=0.05) and kept.max() <= 1.1 * 4
+    assert 2 < max(found.stats.counts) / (found.target / 16) <= 1.1 * 4
+
+
 def test_threshold_rules_settle_as_fast_as_in_the_reference():
     """Reference, other made-up gradients: 33 iterations for the proportional rule, 232 for the paper's."""
     settling, scale = {}, 1.0

@@ -38,6 +38,7 @@ COUNT_AGAIN = 2.0  # if the density is off by this factor, the threshold is coun
 COUNT_APART = 8  # iterations between two such corrections
 MOST = 1.1  # how many times its fair share a worker may send: with few coordinates, some get more by chance alone
 AIM_GAIN, MOST_AIM = 0.5, 2.0  # how fast, and how far, the aim is raised to compensate for workers held back by that
+MOST_SLACK = 4.0  # how far that limit is raised if the aim is not enough: what a block holds cannot be shared
 KEPT_LOAD = 0.8  # weight of the past in the running mean of the blocks' loads
 
 
@@ -59,7 +60,8 @@ class ExDyna(Sparsifier):
         At low densities it oscillates, because many residuals reach the threshold together.
       paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: is that of k.
     rule: how partitions adapt to the loads.
-      balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share.
+      balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share,
+        unless too little is sent so.
       paper, relative: neighbours exchange single blocks. static: they don't.
     blocks: how many blocks the partitions are made of.
     faithful: as the published code does, to the letter, in place of the default threshold and rule. It differs from
@@ -95,7 +97,8 @@ class ExDyna(Sparsifier):
         self._cuts = torch.tensor(self._edges[1:-1], dtype=torch.long)  # the same, where the gradients are
         self._runs = equal_runs(self.blocks, self.workers)  # blocks of each partition
         self._loads: list[float] = []  # running mean of what is selected in each block
-        self._aim = 1.0  # how many times the target must reach the threshold so that the target is sent
+        # how many times the target must reach the threshold so that the target is sent; what exceeds MOST_AIM is slack
+        self._aim = 1.0
         self._value = thresholds.first_guess(self.target)
         self._counted_at = -1  # never
         self._off = False  # whether the density is so far off that the threshold must be counted again
@@ -118,7 +121,7 @@ class ExDyna(Sparsifier):
             "_value": Field((float,), least=sys.float_info.min),
             "_runs": runs,
             "_loads": Field((float,), (blocks if shared else 0,), least=0.0),
-            "_aim": Field((float,), least=1.0, most=MOST_AIM),
+            "_aim": Field((float,), least=1.0, most=MOST_AIM * MOST_SLACK),
             "_counted_at": Field((int,), least=-1, most=iteration - 1),
             "_off": Field((bool,)),
         }
@@ -134,13 +137,13 @@ class ExDyna(Sparsifier):
             partition = (self.iteration + worker) % self.workers
             yield row, edges[partition], edges[partition + 1]
 
-    def most(self, target: int) -> int:
-        """How many coordinates a worker may send where `target` are wanted; 0: no limit."""
-        fair = target / self.workers
-        return max(math.ceil(fair), round(MOST * fair)) if self.rule == "balanced" else 0
+    def most(self) -> int:
+        """How many coordinates a worker may send; 0: no limit."""
+        fair, slack = self.target / self.workers, max(1.0, self._aim / MOST_AIM)
+        return max(math.ceil(fair), round(MOST * slack * fair)) if self.rule == "balanced" else 0
 
     def select(self, accumulated: Tensor) -> list[Tensor]:
-        own, found, most = list(self._own(accumulated)), [], self.most(self.target)
+        own, found, most = list(self._own(accumulated)), [], self.most()
         each = reaching_each([row[start:end] for row, start, end in own], self._value)
         for (row, start, end), places in zip(own, each, strict=True):
             indices = start + places
@@ -181,7 +184,7 @@ class ExDyna(Sparsifier):
             return self.group.all_reduce(thresholds.count_reaching(own, values).to(self._index_type)).tolist()
 
         last = None if self._counted_at < 0 else self._value
-        return thresholds.counted_threshold(counts, self._aim * self.target / every, last), sent
+        return thresholds.counted_threshold(counts, min(self._aim, MOST_AIM) * self.target / every, last), sent
 
     def _threshold(self) -> float:
         return self._value
@@ -197,7 +200,7 @@ class ExDyna(Sparsifier):
             self._value = thresholds.proportional_rule(self._value, ratio)
         self._value = max(self._value, SMALLEST)
         if self.rule == "balanced":
-            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM)
+            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM * MOST_SLACK)
             self._runs = balanced(self._running_loads(), self.workers)
         else:
             by_partition = [counts[(partition - self.iteration) % self.workers] for partition in range(self.workers)]

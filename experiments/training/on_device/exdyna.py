@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from cdgrab.sparsify import threshold as thresholds
 from cdgrab.sparsify.compressor import summed_bytes
-from cdgrab.sparsify.exdyna import AIM_GAIN, COUNTED, KEPT_LOAD, MOST_AIM, ExDyna
+from cdgrab.sparsify.exdyna import AIM_GAIN, COUNTED, KEPT_LOAD, MOST, MOST_AIM, MOST_SLACK, ExDyna
 from cdgrab.sparsify.partitions import TOLERANCE
 from cdgrab.sparsify.threshold import CLOSER, COARSE, FINE, LARGEST, MANY, NEAR, SMALLEST
 from experiments.training.on_device.base import INDEX, Selection, Sparse
@@ -36,8 +36,6 @@ class ExDynas(Sparse):
         self._edges = torch.tensor(first._edges, device=device).repeat(self.runs, 1)  # of the blocks
         self._lengths = torch.tensor(first._runs, device=device).repeat(self.runs, 1)  # blocks of each partition
         self._loads = torch.zeros(self.runs, self._blocks, dtype=torch.float64, device=device)
-        targets = zip(sparsifiers, self._targets.tolist(), strict=True)
-        self._most = self._each([[each.most(target) for target in its] for each, its in targets])
         self._samples = bool((self._targets // COUNTED > 1).any())
         coarse = torch.tensor(thresholds.grid(SMALLEST, LARGEST, COARSE), dtype=torch.float64, device=device)
         self._coarse = coarse.repeat(self.runs, 1)
@@ -57,7 +55,7 @@ class ExDynas(Sparse):
         in_blocks = counts_between(union, self._edges)  # short pieces, which many programs of a GPU count
         counts = pad(in_blocks.cumsum(1), (1, 0)).gather(1, first).diff(dim=1)
         if self._rule == "balanced":
-            most = self.now(self._most)[:, None]
+            most = self._most()[:, None]
             union &= partitions.largest(magnitudes, most.expand_as(counts), counts <= most, self._value.float())
             counts = counts.minimum(most)
         sizes = cuts.diff(dim=1)
@@ -66,6 +64,11 @@ class ExDynas(Sparse):
         union = pad(union, (0, 1)).scatter_(1, turn, True)[:, :-1]
         own = (self.iteration + torch.arange(self.workers, device=self.device)) % self.workers
         return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value)
+
+    def _most(self) -> Tensor:
+        """How many coordinates a worker may send, [runs]."""
+        fair, slack = self.targets.double() / self.workers, (self._aim / MOST_AIM).clamp(min=1.0)
+        return fair.ceil().maximum((MOST * slack * fair).round()).long()
 
     # -- threshold ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +81,8 @@ class ExDynas(Sparse):
         """The values that the wanted numbers of coordinates reach, [runs], and the bytes sent to find them; as
         `cdgrab.sparsify.threshold.counted_threshold`, with all its cases computed. count: how many reach each of some
         values [runs, values], where a run's are wanted."""
-        wanted, last = (self._aim * self.targets / self._every)[:, None], self._value[:, None]
+        wanted = (self._aim.clamp(max=MOST_AIM) * self.targets / self._every)[:, None]
+        last = self._value[:, None]
         fine, coarse = (summed_bytes(self.workers, INDEX * size) for size in (FINE, COARSE))
         near, began = _grid((last / NEAR).clamp(min=SMALLEST), last * NEAR), self.iteration > 0
         reached = count(near.float())
@@ -108,7 +112,7 @@ class ExDynas(Sparse):
         if not self._counts:
             self._value.mul_(paper_factor(ratio)).clamp_(min=SMALLEST)
         if self._rule == "balanced":
-            self._aim.mul_(ratio**-AIM_GAIN).clamp_(1.0, MOST_AIM)
+            self._aim.mul_(ratio**-AIM_GAIN).clamp_(1.0, MOST_AIM * MOST_SLACK)
             now = counts_between(found.union, self._edges).double()
             self._loads.copy_(torch.where(self.iteration > 0, KEPT_LOAD * self._loads + (1 - KEPT_LOAD) * now, now))
             self._lengths.copy_(balanced(self._loads, self.workers))
