@@ -7,6 +7,7 @@ import torch
 from sorter_cases import make_gradients
 
 import cdgrab
+from cdgrab.runtime import division as divisions
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime import state
@@ -93,11 +94,24 @@ def in_pieces(sorter, gradient, moved):
     sorter.end_shares()
 
 
+def regrouped(sorter, gradient, division):
+    """The same, but all is divided in another way before anything is taken, as when DDP has regrouped its buckets."""
+    sorter.begin_shares(gradient)
+    width = division.width
+    places = [slice(0, width // 2), slice(width // 2, width)]
+    sorter.divide(division, places)
+    share = division.shard(gradient)
+    for place in places:
+        sorter.take_share(place, share[:, place].clone())
+    sorter.end_shares()
+
+
 def orders_from_shares(group, shape, kind):
     """One worker per process, whose gradients are divided on the way to their mean. A block ends when there is no room
     for another row of the process with most coordinates."""
     count, units, dim = shape
     workers.WHOLE = 0
+    divisions.AT_ONCE = 5 * count  # in several rounds
     settings = {"workers": count, "units": units, "dim": dim, "seed": 5, "group": group, "buffer_mb": 352 / 2**20}
     make = partial(cdgrab.make_sorter, "cd_grab", **settings)
     sorter = make()
@@ -110,6 +124,8 @@ def orders_from_shares(group, shape, kind):
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
             if sorter.division == Division.even(group, dim):
                 sorter.observe_shard(shard)
+            elif unit in (6, 7):  # a pair's first and its second
+                regrouped(sorter, gradients[group.rank, unit], dealt(group, dim, unit - 4))
             else:
                 in_pieces(sorter, gradients[group.rank, unit], moved=dealt(group, dim, 1) if unit == 5 else None)
             if unit in (2, 3):  # go on in another one, also amid a pair

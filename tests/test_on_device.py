@@ -315,8 +315,9 @@ def test_kernels_of_partitions_do_what_plain_operations_do(triton_device, worker
 def test_kernels_accumulate_and_forget_as_plain_operations_do(triton_device, workers):
     kernels = pytest.importorskip("experiments.training.on_device.accumulation_kernels")
     generator, dim, runs = torch.Generator().manual_seed(workers), 1500, 3
-    residual, gradients = torch.randn(runs, workers, dim, generator=generator), torch.randn(5, workers, dim)
-    sent, where, rows = torch.rand(runs, dim) < 0.1, torch.tensor([True, False, True]), torch.tensor([4, 0, 3])
+    residual, gradients = (torch.randn(n, workers, dim, generator=generator) for n in (runs, 5))
+    sent = torch.rand(runs, dim, generator=generator) < 0.1
+    where, rows = torch.tensor([True, False, True]), torch.tensor([4, 0, 3])
 
     def on_device(kernel, vectors, *more):
         there = vectors.clone().to(triton_device)

@@ -213,9 +213,9 @@ class ParallelGradients:
     def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
         return self._ledger.sorter.room_for_share(place, like)
 
-    def divide(self, division: Division) -> None:
+    def divide(self, division: Division, coming: Sequence[slice]) -> None:
         if self._ledger.takes_shards:
-            self._ledger.sorter.divide(division)
+            self._ledger.sorter.divide(division, coming)
 
     def end(self, whole: Tensor | None) -> None:
         if whole is None:

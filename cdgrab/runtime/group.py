@@ -153,6 +153,16 @@ class WorkerGroup:
         self.traffic.sent += mine.nbytes * (self.world_size - 1)
         return whole
 
+    def exchange(self, sent: Tensor, sizes: list[int], coming: list[int]) -> Tensor:
+        """To each process so many of the numbers that are sent, one behind the other -> those that come from each."""
+        if self.world_size == 1:
+            return sent
+        found = sent.new_empty(sum(coming))
+        with self.traffic.collective("all-to-all"):
+            dist.all_to_all_single(found, sent, coming, sizes, group=self.channel)
+        self.traffic.sent += (len(sent) - sizes[self.rank]) * sent.element_size()
+        return found
+
     def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
         if self.world_size == 1:

@@ -53,8 +53,8 @@ class Observer(Protocol):
     def look(self) -> None:
         """This process's gradients are in .grad. Then DDP puts the mean there."""
 
-    def divide(self, division: Division) -> None:
-        """Shares are divided in another way from now on."""
+    def divide(self, division: Division, coming: Sequence[slice]) -> None:
+        """Shares are divided in another way from now on; see `Sorter.divide`."""
 
     def end(self, whole: Tensor | None) -> None:
         """The step is complete; whole [dim]: this process's gradient, if it was wanted."""
@@ -238,9 +238,9 @@ class OverlappingHook:
             raise self._error
         if self._regrouped and self._observer:
             self._divide()
-        for piece, share in self._held:
+        while self._held:  # each is forgotten when the next one is taken: it takes memory
+            piece, share = self._held.pop(0)
             self._observer.take_share(piece.place, share)
-        self._held = []
         if self._wanted in ("shares", "whole"):
             self._observer.end(self._whole if self._wanted == "whole" else None)
 
@@ -251,7 +251,7 @@ class OverlappingHook:
             piece.place = slice(end - piece.widths[rank], end)
         parts = [_dealt(piece.slices, piece.widths) for piece in pieces]
         of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
-        self._observer.divide(Division(self._group, tuple(of_ranks)))
+        self._observer.divide(Division(self._group, tuple(of_ranks)), [piece.place for piece, _ in self._held])
 
 
 def _speed(group: WorkerGroup) -> float:

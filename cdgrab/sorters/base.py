@@ -150,9 +150,9 @@ class Sorter(WorkerState):
         """All pieces have been taken. All processes call this together."""
         raise NotImplementedError
 
-    def divide(self, division: Division) -> None:
+    def divide(self, division: Division, coming: Sequence[slice] = ()) -> None:
         """Take shards that are divided in another way, from now on. All processes call this together, between two
-        positions or after some pieces of one, which move along."""
+        positions or after some pieces of one, which move along; coming: places of those that will be taken next."""
         raise NotImplementedError
 
     def by_shards(self, units_per_mean: int, sparse: bool) -> bool:

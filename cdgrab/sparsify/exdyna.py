@@ -36,7 +36,7 @@ THRESHOLDS = ("counted", "proportional", "paper", "fixed")
 COUNTED = 4096  # about how many coordinates above the threshold are counted; if there are more, a sample is enough
 COUNT_AGAIN = 2.0  # if the density is off by this factor, the threshold is counted again instead of adapted in steps
 COUNT_APART = 8  # iterations between two such corrections
-MOST = 1.1  # how many times its fair share a worker may send: with few coordinates, some get more by chance alone
+MOST = 1.1  # how many times its fair share a worker may send at first: with few, some get more by chance alone
 AIM_GAIN, MOST_AIM = 0.5, 2.0  # how fast, and how far, the aim is raised to compensate for workers held back by that
 MOST_SLACK = 4.0  # how far that limit is raised if the aim is not enough: what a block holds cannot be shared
 KEPT_LOAD = 0.8  # weight of the past in the running mean of the blocks' loads
@@ -61,7 +61,7 @@ class ExDyna(Sparsifier):
       paper: starts at 1 / (2 √k) and is multiplied by 1.005 or 0.995. fixed: is that of k.
     rule: how partitions adapt to the loads.
       balanced: cut so that the blocks' recent loads are shared evenly; no worker sends more than 1.1 times its share,
-        unless too little is sent so.
+        unless too little would be sent otherwise.
       paper, relative: neighbours exchange single blocks. static: they don't.
     blocks: how many blocks the partitions are made of.
     faithful: as the published code does, to the letter, in place of the default threshold and rule. It differs from
@@ -200,7 +200,9 @@ class ExDyna(Sparsifier):
             self._value = thresholds.proportional_rule(self._value, ratio)
         self._value = max(self._value, SMALLEST)
         if self.rule == "balanced":
-            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), MOST_AIM * MOST_SLACK)
+            # Too little may be sent for other reasons: the limit is raised only if it holds somebody back.
+            highest = MOST_AIM * MOST_SLACK if max(counts) >= self.most() else max(self._aim, MOST_AIM)
+            self._aim = min(max(self._aim * ratio**-AIM_GAIN, 1.0), highest)
             self._runs = balanced(self._running_loads(), self.workers)
         else:
             by_partition = [counts[(partition - self.iteration) % self.workers] for partition in range(self.workers)]

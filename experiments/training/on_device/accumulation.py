@@ -12,8 +12,8 @@ from experiments.training.gradients import sum_by_run
 
 def accumulate(residual: Tensor, gradients: Tensor, rows: Tensor, sent: Tensor, feedback: Tensor) -> Tensor:
     """Adds the gradients [all runs, workers, dim] of the runs in these rows to their residual [runs, workers, dim],
-    which is forgotten before: where `sent` [runs, dim], and everywhere in runs without `feedback` [runs]. Returns the
-    sums over the workers [runs, dim]. In one pass, where a kernel takes so many workers."""
+    after setting it to zero where `sent` [runs, dim], and everywhere in runs without `feedback` [runs]. Returns the
+    sums over the workers [runs, dim]. In one pass, where a kernel takes this number of workers."""
     if residual.is_cuda and optional("tree").takes_so_many(residual.shape[1]):
         return _kernels().accumulate(residual, gradients.contiguous(), rows, sent, feedback)
     forget(residual, sent, feedback, otherwise=True)
@@ -27,7 +27,7 @@ def forget(vectors: Tensor, union: Tensor, where: Tensor, otherwise: bool) -> No
     if vectors.is_cuda:
         _kernels().forget(vectors, union, where, otherwise)
     else:
-        mask = union & where[:, None] | ~where[:, None] if otherwise else union & where[:, None]
+        mask = union | ~where[:, None] if otherwise else union & where[:, None]
         vectors.masked_fill_(mask[:, None], 0)
 
 

@@ -42,7 +42,7 @@ class Kind:
 
     def average(self, gradients: Tensor, rows: Tensor) -> Tensor:
         """The updates [runs, dim] from the workers' gradients [all runs, workers, dim], of which the runs of this kind
-        are in these rows; NaN for a run whose gradients are not finite, which ends it."""
+        are in these rows; NaN for a run whose gradients, or what they add up to, are not finite: that ends it."""
         raise NotImplementedError
 
     def tensors(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ class Sparse(Kind):
         self._correction = self._each([each.momentum_correction for each in sparsifiers], torch.float32)[:, None, None]
         self._residual = torch.zeros(self.runs, self.workers, self.dim, device=device)
         self._sent = torch.zeros(self.runs, self.dim, dtype=torch.bool, device=device)  # in the last step
-        self._numbers = torch.arange(self.runs, device=device)
+        self._all_rows = torch.arange(self.runs, device=device)
         self._masking = self._each([each.momentum_masking for each in sparsifiers])
         corrects = any(each.momentum_correction for each in sparsifiers)
         self._momentum = torch.zeros_like(self._residual) if corrects else None
@@ -91,7 +91,7 @@ class Sparse(Kind):
         if self._momentum is not None:
             forget(self._momentum, self._sent, self._masking, otherwise=False)
             gradients = self._momentum.mul_(self._correction).add_(gradients.index_select(0, rows))
-            rows = self._numbers
+            rows = self._all_rows
         sums = accumulate(self._residual, gradients, rows, self._sent, self._feedback)
         found = self.select(self._residual)
         self._sent.copy_(found.union)

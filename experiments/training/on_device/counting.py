@@ -1,8 +1,8 @@
 """How many coordinates reach some values, and which are the largest, for many groups of coordinates at once.
 
 A group is a stretch of flattened numbers in float32. Their magnitudes are what counts: these have the order of their
-bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting, ten of its bits after ten others.
-The first of them are looked for a little below a value that is said to be near, since few magnitudes are above that.
+bits. On a GPU nothing is sorted and nothing is asked: a value is found by counting, ten of its bits at a time.
+The first ones are looked for from a little below a value that is said to be near, since few magnitudes are above that.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Groups:
         return values, self._dim - 1 - left + self._starts % self._dim
 
     def _leading(self, near: Tensor | None, wanted: Tensor, idle: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The leading bits of values that `wanted` coordinates reach, zero where they are not those of values `near`;
-        and where nothing is to be looked for any more."""
+        """The leading bits of values that `wanted` coordinates reach, zero where the values `near` were too far
+        off; and where nothing is to be looked for any more."""
         if near is None:
             return torch.zeros_like(wanted, dtype=torch.int32), idle
         lowest = ((near.view(torch.int32) >> 2 * WIDE).clamp(max=HIGHEST) - BELOW).clamp(min=0) << 2 * WIDE

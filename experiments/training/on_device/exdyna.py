@@ -112,7 +112,9 @@ class ExDynas(Sparse):
         if not self._counts:
             self._value.mul_(paper_factor(ratio)).clamp_(min=SMALLEST)
         if self._rule == "balanced":
-            self._aim.mul_(ratio**-AIM_GAIN).clamp_(1.0, MOST_AIM * MOST_SLACK)
+            held_back = found.counts.amax(1) >= self._most()
+            highest = self._aim.clamp(min=MOST_AIM).masked_fill(held_back, MOST_AIM * MOST_SLACK)
+            self._aim.copy_((self._aim * ratio**-AIM_GAIN).clamp(min=1.0).minimum(highest))
             now = counts_between(found.union, self._edges).double()
             self._loads.copy_(torch.where(self.iteration > 0, KEPT_LOAD * self._loads + (1 - KEPT_LOAD) * now, now))
             self._lengths.copy_(balanced(self._loads, self.workers))
