@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError
+from cdgrab.runtime import division, overlap
 from cdgrab.runtime import group as workers
-from cdgrab.runtime import overlap
 from cdgrab.runtime.fsdp import part_size
 
 
@@ -99,15 +99,19 @@ RESUMED = [
 RESUMED += [(4, "exdyna, scaled", 4)]
 
 
-def started(case):
-    """Model, sampler, optimiser and scaler."""
+def started(case, state=None):
+    """Model, sampler, optimiser and scaler. state: of the sampler, loaded before it is attached."""
     workers.WHOLE, overlap.PIECE = case.short if case.divided else 2**40, case.piece
+    division.PART = 3  # coordinates are dealt to processes, before buckets are regrouped
     model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case.scaled else None
     around = nn.Sequential(model) if case.wrap else model  # as Lightning's Fabric puts a module around DDP's
-    sampler = sampler_of(**case.sampler).attach(around, scaler=scaler, **case.attach)
+    sampler = sampler_of(**case.sampler)
+    if state:
+        sampler.load_state_dict(state)
+    sampler.attach(around, scaler=scaler, **case.attach)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if case.shard is partly:
         optimiser.register_step_pre_hook(lambda *_: average(model[2].parameters()))
@@ -122,13 +126,16 @@ def trained(case):
 
 
 def resumed(case, stop_after, folder):
-    """Interrupted after so many steps: in the first epoch, at its end, or in the second. FSDP has files of its own."""
-    before, after = started(case), started(case)
+    """Interrupted after so many steps: in the first epoch, at its end, or in the second. FSDP has files of its own.
+    After 11 steps the state is there before the model is."""
+    before = started(case)
     visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
     state = before[1].state_dict()
     state = saved_and_loaded(state, folder) if case.shard else state
+    early = stop_after == 11
+    after = started(case, state if early else None)
     for old, new in zip(before, after, strict=True):
-        if new is not None:
+        if new is not None and not (early and new is after[1]):
             new.load_state_dict(state if old is before[1] else old.state_dict())
     visited += train(
         *after[:2], EPOCHS - len(visited) + (stop_after % len(after[1]) > 0), optimiser=after[2], scaler=after[3]

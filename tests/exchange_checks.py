@@ -79,30 +79,14 @@ def dealt(group, dim, size):
     return Division(group, (*(tuple(pieces[rank::sharing]) for rank in range(sharing)), ()))
 
 
-def in_pieces(sorter, gradient, moved):
-    """The shard of one unit, the last coordinates first. moved: another division, after the first piece."""
+def in_pieces(sorter, gradient):
+    """The shard of one unit, the last coordinates first."""
     sorter.begin_shares(gradient)
     for place in (slice(1, None), slice(0, 1)):
         share = sorter.division.shard(gradient)[:, place]
         room = sorter.room_for_share(place, share)
         assert sorter.room_for_share(place, share.half()) is None  # which could not be kept there as it is
         sorter.take_share(place, share if room is None else room.copy_(share))
-        if moved:
-            before = sorter.division
-            sorter.divide(moved)
-            sorter.divide(before)
-    sorter.end_shares()
-
-
-def regrouped(sorter, gradient, division):
-    """The same, but all is divided in another way before anything is taken, as when DDP has regrouped its buckets."""
-    sorter.begin_shares(gradient)
-    width = division.width
-    places = [slice(0, width // 2), slice(width // 2, width)]
-    sorter.divide(division, places)
-    share = division.shard(gradient)
-    for place in places:
-        sorter.take_share(place, share[:, place].clone())
     sorter.end_shares()
 
 
@@ -124,10 +108,8 @@ def orders_from_shares(group, shape, kind):
             torch.testing.assert_close(average, gradients[:, unit].mean(0), rtol=1e-12, atol=1e-12)
             if sorter.division == Division.even(group, dim):
                 sorter.observe_shard(shard)
-            elif unit in (6, 7):  # a pair's first and its second
-                regrouped(sorter, gradients[group.rank, unit], dealt(group, dim, unit - 4))
             else:
-                in_pieces(sorter, gradients[group.rank, unit], moved=dealt(group, dim, 1) if unit == 5 else None)
+                in_pieces(sorter, gradients[group.rank, unit])
             if unit in (2, 3):  # go on in another one, also amid a pair
                 saved = sorter.state_dict()
                 sorter = make()
@@ -136,6 +118,27 @@ def orders_from_shares(group, shape, kind):
                 sorter.divide(dealt(group, dim, unit))
         assert not sorter.state_dict()["per_worker"]["_unpaired"].numel(), "an odd last unit waits for no pair"
     return torch.stack([*found, sorter.order(EPOCHS)])
+
+
+def broken_off(group):
+    """Orders after a unit that failed and was repeated from a state saved thereafter; and what is said amid a pair."""
+    workers.WHOLE = 0
+    settings = {"workers": group.world_size, "units": 4, "dim": 11, "seed": 5, "group": group}
+    gradients = make_gradients("random", 1, group.world_size, 4, 11)[0, group.rank]
+    sorter, again, other = (cdgrab.make_sorter("cd_grab", **settings) for _ in range(3))
+    sorter.order(0)
+    sorter.begin_shares(gradients[3])
+    sorter.take_share(slice(0, 1), sorter.division.shard(gradients[3])[:, :1])  # and no more
+    again.load_state_dict(sorter.state_dict())
+    for gradient in gradients:
+        in_pieces(again, gradient)
+    other.order(0)
+    in_pieces(other, gradients[0])
+    other.begin_shares(gradients[1])
+    try:
+        other.state_dict()
+    except cdgrab.CdgrabError as error:
+        return again.order(1), str(error)
 
 
 def states(group):
@@ -185,6 +188,8 @@ def main(target):
         for kind in ("random", "cancelling"):
             local = orders_from_shares(group, (processes, units, 11), kind)
             found["shares", units, kind] = group.gather(local.transpose(0, 1).contiguous()).transpose(0, 1)
+    after, message = broken_off(group)
+    found["broken off"] = group.gather(after), message
     found["states"] = states(connect(4))
     assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
     found["refusals"] = refusals(group)

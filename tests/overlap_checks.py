@@ -15,7 +15,12 @@ from cdgrab.runtime import group as workers
 
 
 def results():
-    return {"overlapped": overlapped(), "held up": held_up(), "failed once": failed_once()}
+    return {
+        "overlapped": overlapped(),
+        "divided anew": divided_anew(),
+        "held up": held_up(),
+        "failed once": failed_once(),
+    }
 
 
 class Waiting(torch.autograd.Function):
@@ -58,6 +63,24 @@ def overlapped():
     with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
         train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
     return gathered(Waiting.in_time)
+
+
+def divided_anew():
+    """Whether coordinates are divided as the buckets want it, by step: in an ordinary loop, in one that leaves out
+    every second batch, and in one whose first steps are not observed."""
+    return [divided_after(*how) for how in (((), 0), ((1, 3, 5, 7), 0), ((), 2))]
+
+
+def divided_after(skip, paused):
+    workers.WHOLE, after, model = 0, [], parallel()
+    sampler = sampler_of().attach(model)
+    dealt = sampler.sorter.division
+    with sampler.paused():
+        for _ in range(paused):
+            model(dataset()[:3][1]).sum().backward()
+    model.zero_grad()
+    train(model, sampler, 1, stop_after=4, skip=skip, note=lambda _: after.append(sampler.sorter.division != dealt))
+    return after
 
 
 class Late(torch.autograd.Function):

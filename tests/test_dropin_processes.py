@@ -140,6 +140,10 @@ def test_gradients_are_averaged_while_the_backward_pass_goes_on(found):
     assert found[2]["skipped in 16 bits"] == (torch.float32, 77.0)
 
 
+def test_coordinates_are_divided_as_buckets_want_it_as_soon_as_no_pair_is_open(found):
+    assert found[2]["divided anew"] == [[False, False, True, True], [False, True, True, True], [True] * 4]
+
+
 def test_no_process_waits_for_one_that_waits_for_it(found):
     first, second = found[2]["held up"]
     assert all(map(torch.equal, first, second))

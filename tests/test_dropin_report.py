@@ -10,7 +10,10 @@ from dropin_cases import EPOCHS, attached, dataset, network, retrained, sorted_a
 from torch import nn
 
 from cdgrab import CdgrabError, OrderedBatchSampler, make_sorter, streams
+from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.report import PERMUTATIONS
+from cdgrab.runtime.division import Division
+from cdgrab.runtime.group import WorkerGroup
 
 
 def herding(rows, order):
@@ -143,6 +146,17 @@ def test_reports_before_amid_and_without_epochs():
     oblivious = attached(other := network(), 3, diagnose=True, sorter="d_rr")
     train(other, oblivious, 1)
     assert "not learnt" in oblivious.report().sentence and oblivious.report().herding_used > 0
+
+
+def test_a_process_without_coordinates_keeps_nothing_of_them():
+    group = WorkerGroup(2, 1, 2)
+    diagnosis = Diagnosis(10, 0, group)
+    for epoch in range(2):  # the first gradients tell how they are divided
+        diagnosis.begin_epoch(epoch, torch.arange(2)[None])
+        diagnosis.begin(Division(group, ((slice(0, 5),), ())), torch.empty(0))
+        diagnosis.take(slice(0, 0), torch.empty(2, 0), add=False)
+        diagnosis.end(0)
+    assert diagnosis.records[-1].rows[0].shape == (2, 0)
 
 
 def test_late_gradients_are_left_out_of_a_report():

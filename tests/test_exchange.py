@@ -1,18 +1,23 @@
 """Exchanges between processes against one process and the oracle: orders, means, traffic."""
 
-from itertools import product
+from itertools import pairwise, product
+from unittest import mock
 
 import pytest
 import torch
 from exchange_checks import EPOCHS, WAYS, cases, kinds, name_of, shapes
+from hypothesis import given
+from hypothesis import strategies as st
 from process_runs import PROCESSES
 from sorter_cases import make_gradients, oracle
 
 import cdgrab
 from cdgrab.balance import kernels
+from cdgrab.runtime import division as divisions
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.pieces import by_owner, joined, put_back
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +106,51 @@ def test_tree_sum_on_a_gpu_has_the_same_bits(on_gpu, count):
     assert torch.equal(tree.tree_sum(rows).cpu(), exchange.tree_sum(rows.cpu()))
 
 
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_a_unit_that_failed_leaves_nothing_in_a_state(found, processes):
+    sorter = cdgrab.make_sorter("cd_grab", workers=processes, units=4, dim=11, seed=5)
+    sorter.order(0)
+    sorter.observe(range(4), make_gradients("random", 1, processes, 4, 11)[0])
+    after, message = found[processes]["broken off"]
+    assert torch.equal(after, sorter.order(1))
+    assert message == "a step failed amid a pair: there is no state to save; load the last one"
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 @pytest.mark.parametrize("dim", [1, 7, 24])
 def test_coordinates_are_divided_without_gaps(processes, dim):
     groups = [WorkerGroup(processes, rank, processes) for rank in range(processes)]
     taken = [Division.even(group, dim).own(torch.arange(dim)) for group in groups]
     assert torch.cat(taken).tolist() == list(range(dim)) and max(map(len, taken)) - min(map(len, taken)) <= 1
+
+
+@given(st.integers(1, 5), st.integers(1, 60), st.integers(1, 9), st.data())
+def test_what_belongs_to_whom(processes, dim, part, data):
+    """Of any slices of a vector, whatever their order, every process finds what it keeps, and nothing is lost."""
+    groups = [WorkerGroup(processes, rank, processes) for rank in range(processes)]
+    ends = data.draw(st.lists(st.integers(0, dim), max_size=6).map(lambda some: sorted([0, dim, *some])))
+    slices = data.draw(st.permutations([slice(*both) for both in pairwise(ends)]))[:4]
+    with mock.patch.object(divisions, "PART", part):
+        each = [Division.dealt(group, dim) for group in groups]
+    vector = torch.randn(dim, dtype=torch.float64)
+    assert torch.equal(torch.cat([one.own(vector) for one in each]).sort().values, vector.sort().values)
+    piece = torch.cat([vector[own] for own in slices])
+    owned = each[0].owned(slices)
+    sent, widths = by_owner(piece, owned)
+    for division, parts, received in zip(each, owned, sent.split(widths), strict=True):
+        kept = division.own(vector)
+        for some, found in ((parts, piece), (joined(parts), received)):
+            assert sum(lies.stop - lies.start for lies, _ in some) == len(received)
+            assert all(torch.equal(found[lies], kept[place]) for lies, place in some)
+    put_back(result := torch.zeros_like(piece), owned, sent)
+    assert torch.equal(result, piece)
+
+
+@pytest.mark.parametrize("processes", [2, 4, 7])
+def test_everybody_has_as_much_of_any_long_slice(processes):
+    run = processes * divisions.PART
+    division = Division.dealt(WorkerGroup(processes, 0, processes), 10 * run + 3)
+    for start in range(0, 6 * run, 50_001):
+        owned = division.owned([slice(start, start + 4 * run)])
+        widths = [sum(lies.stop - lies.start for lies, _ in parts) for parts in owned]
+        assert sum(widths) == 4 * run and max(widths) == min(widths)

@@ -53,6 +53,7 @@ class Diagnosis:
         self.dim = 0  # of gradients
         self._size, self._seed, self._group = size, seed, group
         self._places: dict[tuple[int, int], tuple[slice, Tensor]] = {}
+        self._chosen = -1, torch.empty(0)  # of so many coordinates, those that are kept
         self._division: Division | None = None  # None: gradients are whole
         self._row: Tensor | None = None  # of the position under way, [workers, coordinates], if it comes in pieces
         self._depth, self._entered, self._seen_before = 0, 0.0, 0
@@ -88,17 +89,19 @@ class Diagnosis:
         part = share.expand(len(self._row), place.stop - place.start)[:, places]
         self._row[:, where] = self._row[:, where] + part if add else part
 
-    def end(self, position: int, division: Division) -> None:
+    def end(self, position: int) -> None:
         """All pieces have been taken."""
-        if division == self._division:  # otherwise it has changed meanwhile
-            self._record(position, self._row[None])
+        self._record(position, self._row[None])
 
     def _places_in(self, place: slice, device: torch.device) -> tuple[slice, Tensor]:
         """The coordinates that are kept, among those at `place`: where in a row they go, and where they are found."""
         found = self._places.get((place.start, place.stop))
         if found is None:
             width, parts = (place.stop, 1) if self._division is None else (self._division.width, self._group.world_size)
-            chosen = streams.permutation(width, self._seed, "report")[: max(1, self._size // parts)].sort().values
+            if self._chosen[0] != width:  # which takes long
+                every = streams.permutation(width, self._seed, "report")
+                self._chosen = width, every[: max(1, self._size // parts)].sort().values
+            chosen = self._chosen[1]
             first, end = torch.searchsorted(chosen, torch.tensor([place.start, place.stop])).tolist()
             found = slice(first, end), (chosen[first:end] - place.start).to(device)
             self._places[place.start, place.stop] = found

@@ -8,8 +8,8 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
                           if its buckets are .grad: gradient_as_bucket_view)
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
-                          and two pieces of a bucket (DDP; on a CPU up to 8 MB) or a module (FSDP) on their way
-                          (and up to 3 more in the second step, in which DDP regroups its buckets)
+                          and two pieces of a bucket (DDP; on a CPU up to 8 MB, twice that in the first two steps) or a
+                          module (FSDP) on their way
 
 Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
 to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
@@ -188,6 +188,8 @@ class ParallelGradients:
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 
     def hook(self) -> list:
+        if self._ledger.takes_shards:
+            self.divide(Division.dealt(self._ledger.sorter.group, self._ledger.sorter.dim))
         return [BackwardPasses(self._model, self._parameters, self._start_backward)]
 
     def skip(self) -> None:
@@ -213,9 +215,17 @@ class ParallelGradients:
     def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
         return self._ledger.sorter.room_for_share(place, like)
 
-    def divide(self, division: Division, coming: Sequence[slice]) -> None:
-        if self._ledger.takes_shards:
-            self._ledger.sorter.divide(division, coming)
+    @property
+    def division(self) -> Division | None:
+        ledger = self._ledger
+        return ledger.sorter.division if ledger.sorter is not None and ledger.takes_shards else None
+
+    def divide(self, division: Division) -> None:
+        self._ledger.sorter.divide(division)
+
+    @property
+    def amid_pair(self) -> bool:
+        return self._ledger.sorter.amid_pair
 
     def end(self, whole: Tensor | None) -> None:
         if whole is None:

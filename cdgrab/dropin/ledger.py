@@ -213,7 +213,7 @@ class Ledger:
         """All pieces have been taken."""
         with self.stopwatch:
             if self.diagnosis:
-                self.diagnosis.end(self.sorter.position, self.sorter.division)
+                self.diagnosis.end(self.sorter.position)
             self.sorter.end_shares()
             self._finish_epoch()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from cdgrab.runtime.group import WorkerGroup
 
-AT_ONCE = 2**20  # numbers that are on their way when coordinates move to other owners
+AT_ONCE = 2**18  # numbers that are on their way when coordinates move to other owners
+PART = 2**14  # coordinates that a process gets at a time, if they are dealt
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,22 @@ class Division:
     @classmethod
     def even(cls, group: WorkerGroup, dim: int) -> Division:
         """Consecutive parts of (almost) equal length."""
-        widths = group.widths(dim)
-        return cls(group, tuple((slice(sum(widths[:rank]), sum(widths[: rank + 1])),) for rank in range(len(widths))))
+        return cls._in_runs(group, dim, dim)
+
+    @classmethod
+    def dealt(cls, group: WorkerGroup, dim: int) -> Division:
+        """In turn to all processes, so that every one has as much of any long slice."""
+        return cls._in_runs(group, dim, PART * group.world_size)
+
+    @classmethod
+    def _in_runs(cls, group: WorkerGroup, dim: int, run: int) -> Division:
+        """Of every run of so many coordinates, each process has a consecutive part of (almost) equal length."""
+        pieces = [[] for _ in range(group.world_size)]
+        for start in range(0, dim, run):
+            widths = group.widths(min(run, dim - start))
+            for own, end, width in zip(pieces, accumulate(widths), widths, strict=True):
+                own.append(slice(start + end - width, start + end))
+        return cls(group, tuple(map(tuple, pieces)))
 
     @cached_property
     def widths(self) -> list[int]:
@@ -58,25 +74,41 @@ class Division:
         """[width] of every process -> [dim], on every process."""
         return self._in_order(self.group.unshard(mine, sum(self.widths), self.widths))
 
-    def moved(self, rows: Tensor, other: Division, into: Tensor) -> Tensor:
-        """Adds rows [n, width], of which every process has its coordinates, `into` [n, other's width], where they are
-        divided as in `other`. Some coordinates go after others, straight to their new owners, so that little memory is
-        needed besides."""
+    def owned(self, slices: Sequence[slice]) -> list[list[tuple[slice, slice]]]:
+        """Of slices of the vector that lie one behind the other: what belongs to each process, where it lies there, and
+        where its owner keeps it."""
+        found, lies = [[] for _ in self.pieces], 0
+        for wanted in slices:
+            place = bisect_right(self._in_turn, wanted.start, key=lambda one: one[0].stop)
+            while place < len(self._in_turn) and (piece := self._in_turn[place][0]).start < wanted.stop:
+                _, rank, kept = self._in_turn[place]
+                start = max(piece.start, wanted.start)
+                size = min(piece.stop, wanted.stop) - start
+                here, there = lies + start - wanted.start, kept + start - piece.start
+                found[rank].append((slice(here, here + size), slice(there, there + size)))
+                place += 1
+            lies += _size(wanted)
+        return found
+
+    def moved(self, rows: Tensor, other: Division) -> Tensor:
+        """rows [n, width], of which every process has its coordinates -> [n, other's width], divided as in `other`.
+        Some coordinates go after others, straight to their new owners, so that little memory is needed besides."""
         rank, ranks, n = self.group.rank, range(self.group.world_size), len(rows)
+        found = rows.new_empty(n, other.width)
         for some in self._rounds(other, max(1, AT_ONCE // n)):
             leaving = sorted((move for move in some if move.sender == rank), key=lambda move: move.receiver)
             arriving = sorted((move for move in some if move.receiver == rank), key=lambda move: move.sender)
             sent = torch.cat([rows[:, :0].flatten(), *(rows[:, move.leaves].flatten() for move in leaving)])
             sizes = [n * sum(move.size for move in leaving if move.receiver == to) for to in ranks]
             coming = [n * sum(move.size for move in arriving if move.sender == by) for by in ranks]
-            found = self.group.exchange(sent, sizes, coming)
-            for move, part in zip(arriving, found.split([n * move.size for move in arriving]), strict=True):
-                into[:, move.arrives] += part.view(n, -1)
-        return into
+            arrived = self.group.exchange(sent, sizes, coming)
+            for move, part in zip(arriving, arrived.split([n * move.size for move in arriving]), strict=True):
+                found[:, move.arrives] = part.view(n, -1)
+        return found
 
     def _rounds(self, other: Division, size: int) -> Iterator[list[Move]]:
         """All coordinates, at most `size` of them at a time, as pieces that each have one owner before and after."""
-        before, after, some, room = self._owned(), other._owned(), [], size
+        before, after, some, room = deque(self._in_turn), deque(other._in_turn), [], size
         start, dim = 0, sum(self.widths)
         while start < dim:
             (old, sender, leaves), (new, receiver, arrives) = before[0], after[0]
@@ -91,7 +123,8 @@ class Division:
                 some, room = [], size
             start = end
 
-    def _owned(self) -> deque[tuple[slice, int, int]]:
+    @cached_property
+    def _in_turn(self) -> list[tuple[slice, int, int]]:
         """All pieces in the order of the vector: their owner, and where that keeps them."""
         each = [
             (piece, rank, end - _size(piece))
@@ -99,7 +132,7 @@ class Division:
             for piece, end in zip(own, accumulate(map(_size, own)), strict=True)
             if _size(piece)
         ]
-        return deque(sorted(each, key=lambda one: one[0].start))
+        return sorted(each, key=lambda one: one[0].start)
 
     def unshard_rows(self, rows: Tensor) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""

@@ -124,9 +124,7 @@ class WorkerGroup:
             outgoing = torch.cat([part.flatten() for part in rows.split(widths, dim=-1)])
         out = rows.new_empty((self.world_size, *rows.shape[:-1], mine)) if out is None else out
         sizes = [width * count for width in widths]
-        with self.traffic.collective("all-to-all"):
-            dist.all_to_all_single(out.view(-1), outgoing, [mine * count] * self.world_size, sizes, group=self.channel)
-        self.traffic.sent += rows.nbytes - mine * count * rows.element_size()
+        self.exchange(outgoing, sizes, [mine * count] * self.world_size, out.view(-1))
         return out
 
     def unshard(self, mine: Tensor, dim: int, widths: list[int] | None = None) -> Tensor:
@@ -153,15 +151,16 @@ class WorkerGroup:
         self.traffic.sent += mine.nbytes * (self.world_size - 1)
         return whole
 
-    def exchange(self, sent: Tensor, sizes: list[int], coming: list[int]) -> Tensor:
-        """To each process so many of the numbers that are sent, one behind the other -> those that come from each."""
+    def exchange(self, sent: Tensor, sizes: list[int], coming: list[int], out: Tensor | None = None) -> Tensor:
+        """To each process so many of the numbers that are sent, one behind the other -> those that come from each. out:
+        where the result goes."""
         if self.world_size == 1:
             return sent
-        found = sent.new_empty(sum(coming))
+        out = sent.new_empty(sum(coming)) if out is None else out
         with self.traffic.collective("all-to-all"):
-            dist.all_to_all_single(found, sent, coming, sizes, group=self.channel)
+            dist.all_to_all_single(out, sent, coming, sizes, group=self.channel)
         self.traffic.sent += (len(sent) - sizes[self.rank]) * sent.element_size()
-        return found
+        return out
 
     def unshard_rows(self, rows: Tensor, widths: list[int]) -> Tensor:
         """Undo `shard` for one row per worker: [workers, width] -> the local workers' rows, [local, dim]."""
@@ -169,11 +168,7 @@ class WorkerGroup:
             return rows
         local, mine = self.local_workers, rows.shape[1]
         sizes = [local * width for width in widths]
-        out = rows.new_empty(sum(sizes))
-        with self.traffic.collective("all-to-all"):
-            sent = rows.contiguous().flatten()
-            dist.all_to_all_single(out, sent, sizes, [local * mine] * self.world_size, group=self.channel)
-        self.traffic.sent += (self.workers - local) * mine * rows.element_size()
+        out = self.exchange(rows.contiguous().flatten(), [local * mine] * self.world_size, sizes)
         if local == 1:
             return out[None]
         return torch.cat([part.view(local, -1) for part in out.split(sizes)], dim=1)

@@ -2,7 +2,11 @@
 
 Every bucket is divided by coordinates and exchanged as soon as DDP hands it over: on a CPU by a thread with its own
 channel, on a GPU on a stream. What a process receives on the way, its coordinates of everybody's gradients, is what
-coordinated ordering needs. DDP regroups its buckets after the first step, and with them the division changes.
+coordinated ordering needs.
+
+DDP regroups its buckets after the first step. Buckets that are new are exchanged as coordinates were divided before:
+this takes a copy of every piece, but moving what is kept of an earlier step would take as much memory as a gradient.
+Where nothing is kept, coordinates are divided as the buckets want it.
 
 On a CPU a long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is
 needed for what is received, and slow links are never idle.
@@ -14,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Protocol
 
@@ -27,6 +30,7 @@ from cdgrab.runtime.division import Division
 from cdgrab.runtime.exchange import begin_copies, begin_exchange
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
+from cdgrab.runtime.pieces import Part, Piece, by_owner, deal, joined, put_back
 
 PIECE = 2**20  # coordinates, on a CPU: where processes share cores, more messages take more time than they save,
 ON_SLOW_LINKS = 4  # but four times as many save a sixth of a step with links of 1 Gbit/s
@@ -36,8 +40,8 @@ LANES = 2  # pieces that are on their way at a time
 
 
 class Observer(Protocol):
-    """What becomes of the gradients besides their mean. All methods but those for shares are called in the thread of
-    the backward pass, by all processes together."""
+    """What becomes of the gradients besides their mean. All methods but those for single shares are called in the
+    thread of the backward pass, by all processes together. `division` may be asked for in another thread."""
 
     def begin(self, like: Tensor) -> str:
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
@@ -53,22 +57,19 @@ class Observer(Protocol):
     def look(self) -> None:
         """This process's gradients are in .grad. Then DDP puts the mean there."""
 
-    def divide(self, division: Division, coming: Sequence[slice]) -> None:
-        """Shares are divided in another way from now on; see `Sorter.divide`."""
+    @property
+    def division(self) -> Division | None:
+        """How shares are divided; None: nobody wants any."""
+
+    @property
+    def amid_pair(self) -> bool:
+        """Whether shares are kept, which would have to move if they were divided in another way."""
+
+    def divide(self, division: Division) -> None:
+        """Shares are divided in this way from now on; see `Sorter.divide`."""
 
     def end(self, whole: Tensor | None) -> None:
         """The step is complete; whole [dim]: this process's gradient, if it was wanted."""
-
-
-@dataclass(eq=False)
-class Piece:
-    """Consecutive coordinates of a bucket: where they are there, their slices of the whole gradient, how many each
-    process gets, and where this process keeps its own; None: not known yet."""
-
-    inside: slice
-    slices: list[slice]
-    widths: list[int]
-    place: slice | None = None
 
 
 class OverlappingHook:
@@ -88,8 +89,8 @@ class OverlappingHook:
         self._group, self._observer, self._wire, self._mean = group, observer, wire, mean
         self._device = parameters[0].device
         self._buckets: list[tuple[tuple[int, ...], list[Piece]]] = []  # parameters, by id, and pieces
-        self._regrouped = False  # some pieces of this step have no place yet
-        self._held: list[tuple[Piece, Tensor]] = []  # their shares
+        self._regrouped = False  # coordinates are not divided as these buckets want it
+        self._complete = False  # these are all buckets of a step
         self._wanted = "nothing"
         self._whole: Tensor | None = None  # reused, like the next: allocating memory takes longer than writing to it
         self._received: dict[int, Tensor] = {}  # by lane
@@ -118,7 +119,10 @@ class OverlappingHook:
         return handed.promise
 
     def _begin(self, buffer: Tensor) -> None:
-        self._error, self._held, self._regrouped = None, [], False
+        self._error = None
+        if self._may_divide():
+            self._divide()
+        self._complete = False
         self._lanes = cycle(range(LANES))  # in the same order on every process
         if self._observer:
             self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
@@ -140,9 +144,9 @@ class OverlappingHook:
         ends = [len(buffer) * (i + 1) // number for i in range(number)]
         inside = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         lengths = [piece.stop - piece.start for piece in inside]
-        dealt = _dealt([self._places[name][1] for name in parameters], lengths)
+        slices = deal([self._places[name][1] for name in parameters], lengths)
         widths = [self._widths(length, index + i) for i, length in enumerate(lengths)]
-        return [Piece(*each) for each in zip(inside, dealt, widths, strict=True)]
+        return [Piece(*each) for each in zip(inside, slices, widths, strict=True)]
 
     def _widths(self, length: int, index: int) -> list[int]:
         """Even ones; a short piece is sent whole, in one round instead of two, and one process in turn keeps it."""
@@ -172,58 +176,63 @@ class OverlappingHook:
 
     def _average(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
         """Stops where there is something to wait for."""
-        group, buffer = self._beside.group, handed.buffer[piece.inside]
-        sent = buffer if self._wire is None else buffer.to(self._wire)
-        width = piece.widths[group.rank]
-        lane = next(self._lanes)
+        group, buffer, lane = self._beside.group, handed.buffer[piece.inside], next(self._lanes)
+        owned, width = self._owned(piece), piece.widths[group.rank]
+        mine = [(slice(0, width), piece.place)] if owned is None else owned[group.rank]
         if not group.divides(len(buffer)):
+            sent = buffer if self._wire is None else buffer.to(self._wire)
             rows = sent.new_empty(group.world_size, len(sent))
             copies = begin_copies(group, sent, rows, lane)
             yield True
             copies.wait_for_rows()
             rows = rows.to(buffer.dtype)
-            mean = self._mean(rows, buffer)
-            return self._take(piece, rows[:, :width], mean[:width])
-        rows = self._room(piece, sent, lane)
-        exchange = begin_exchange(group, sent, piece.widths, rows, lane)
+            return self._take(mine, rows, self._mean(rows, buffer))
+        whole, widths = (buffer, piece.widths) if owned is None else by_owner(buffer, owned)
+        sent = whole if self._wire is None else whole.to(self._wire)
+        rows = self._room(piece, widths[group.rank], sent, lane)
+        exchange = begin_exchange(group, sent, widths, rows, lane)
         yield True
         exchange.wait_for_rows()
         share = rows.to(buffer.dtype)
-        mean = self._mean(share, buffer.split(piece.widths)[group.rank])
+        mean = self._mean(share, whole.split(widths)[group.rank])
         if self._wire is not None:
-            sent.split(piece.widths)[group.rank].copy_(mean)
+            sent.split(widths)[group.rank].copy_(mean)
         exchange.spread()
         failure = None
         try:
-            self._take(piece, share, mean)  # while the mean is on its way
+            self._take(mine if owned is None else joined(mine), share, mean)  # while the mean is on its way
         except Exception as error:
             failure = error  # later: what is on its way would meet the next step's messages
         yield True
         exchange.wait()
+        if owned is not None:
+            put_back(buffer, owned, sent)
+        elif sent is not buffer:
+            buffer.copy_(sent)
         if failure:
             raise failure
-        if self._wire is not None:
-            buffer.copy_(sent)
 
-    def _room(self, piece: Piece, sent: Tensor, lane: int) -> Tensor:
+    def _owned(self, piece: Piece) -> list[list[Part]] | None:
+        """What belongs to each process, if coordinates are not divided as this piece wants it; None: they are. It does
+        not matter whether shares are wanted in this step: about that, processes need not agree."""
+        division = self._observer.division if self._observer and piece.place is None else None
+        return None if division is None else division.owned(piece.slices)
+
+    def _room(self, piece: Piece, width: int, sent: Tensor, lane: int) -> Tensor:
         """Memory for what is received: the observer's, or some of the size of the largest piece."""
         if self._wanted == "shares" and piece.place is not None:
             room = self._observer.room_for_share(piece.place, sent)
             if room is not None:
                 return room
-        width = piece.widths[self._group.rank]
         needed, room = width * self._group.world_size, self._received.get(lane)
         if room is None or len(room) < needed or room.dtype != sent.dtype:
             self._received[lane] = room = sent.new_empty(needed)
         return room[:needed].view(self._group.world_size, width)
 
-    def _take(self, piece: Piece, share: Tensor, mean: Tensor) -> None:
-        if self._wanted != "shares":
-            return
-        if self._regrouped and piece.place is None:
-            self._held.append((piece, share.clone()))
-        else:
-            self._observer.take_share(piece.place, share, mean=mean)
+    def _take(self, parts: list[Part], rows: Tensor, mean: Tensor) -> None:
+        if self._wanted == "shares":
+            for lies, place in parts:
+                self._observer.take_share(place, rows[:, lies], mean=mean[lies])
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -236,22 +245,23 @@ class OverlappingHook:
     def _end(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._regrouped and self._observer:
-            self._divide()
-        while self._held:  # each is forgotten when the next one is taken: it takes memory
-            piece, share = self._held.pop(0)
-            self._observer.take_share(piece.place, share)
+        self._complete = True
         if self._wanted in ("shares", "whole"):
             self._observer.end(self._whole if self._wanted == "whole" else None)
 
+    def _may_divide(self) -> bool:
+        wants = self._regrouped and self._complete and self._observer is not None
+        return wants and self._observer.division is not None and not self._observer.amid_pair
+
     def _divide(self) -> None:
-        """Give every piece its place, one behind the other."""
+        """As the pieces want it, one behind the other."""
         rank, pieces = self._group.rank, [piece for _, some in self._buckets for piece in some]
+        parts = [deal(piece.slices, piece.widths) for piece in pieces]
+        of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
+        self._observer.divide(Division(self._group, tuple(of_ranks)))
         for piece, end in zip(pieces, accumulate(piece.widths[rank] for piece in pieces), strict=True):
             piece.place = slice(end - piece.widths[rank], end)
-        parts = [_dealt(piece.slices, piece.widths) for piece in pieces]
-        of_ranks = (tuple(part for piece in parts for part in piece[rank]) for rank in range(self._group.world_size))
-        self._observer.divide(Division(self._group, tuple(of_ranks)), [piece.place for piece, _ in self._held])
+        self._regrouped = False
 
 
 def _speed(group: WorkerGroup) -> float:
@@ -275,21 +285,6 @@ def _in_turn(jobs: deque[Iterator[bool]]) -> None:
 def _go_on(job: Iterator[bool], running: deque[Iterator[bool]]) -> None:
     if next(job, False):
         running.append(job)
-
-
-def _dealt(slices: Sequence[slice], widths: Sequence[int]) -> list[list[slice]]:
-    """The slices, one behind the other, dealt to processes: the first widths[0] coordinates to the first, and so on."""
-    remaining, dealt = list(slices), []
-    for width in widths:
-        dealt.append([])
-        while width:
-            part = remaining.pop(0)
-            end = min(part.start + width, part.stop)
-            dealt[-1].append(slice(part.start, end))
-            width -= end - part.start
-            if end < part.stop:
-                remaining.insert(0, slice(end, part.stop))
-    return dealt
 
 
 class _Handed:

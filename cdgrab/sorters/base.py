@@ -54,6 +54,7 @@ class Sorter(WorkerState):
     needs_gradients: bool = False  # set to True for every subclass that defines `look`
     takes_shards: bool = False  # whether gradients may come divided by coordinates: see `observe_shard`
     takes_parts: bool = False  # whether a gradient may come in parts: see `observe_parts`
+    amid_pair: bool = False  # whether shards are kept that wait for those of the next position
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -150,9 +151,9 @@ class Sorter(WorkerState):
         """All pieces have been taken. All processes call this together."""
         raise NotImplementedError
 
-    def divide(self, division: Division, coming: Sequence[slice] = ()) -> None:
+    def divide(self, division: Division) -> None:
         """Take shards that are divided in another way, from now on. All processes call this together, between two
-        positions or after some pieces of one, which move along; coming: places of those that will be taken next."""
+        positions. What is kept of shards moves along, which takes memory if `amid_pair`."""
         raise NotImplementedError
 
     def by_shards(self, units_per_mean: int, sparse: bool) -> bool:

@@ -3,7 +3,6 @@ one process or on several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cdgrab.balance import kernels
+from cdgrab.errors import CdgrabError
 from cdgrab.runtime.division import Division
 from cdgrab.sorters.balancers import BLOCK_BYTES, Balancer
 from cdgrab.sorters.balancing import BalancingSorter
@@ -98,7 +98,7 @@ class CoordinatedBalancer(Balancer):
         if empty:
             self.running = self.running.new_zeros(1, division.width)
         else:
-            self.running = self.division.moved(self.running, division, self.running.new_zeros(1, division.width))
+            self.running = self.division.moved(self.running, division)
         self.division = division
 
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
@@ -117,38 +117,25 @@ class CoordinatedPairBalance(BalancingSorter):
         super().__init__(**options)
         self.takes_shards = self._balancer.divided and self._sketch is None
         self._shares: Tensor | None = None  # [workers, width]: of a pair's first gradients, less those of the second
-        self._taken = False  # whether there is anything in them
         self._second = False  # whether those that are being taken are a pair's second ones
-        self._behind: tuple[Division, Tensor] | None = None  # shares that are to be added, divided as they were before
-        self._unwritten: list[slice] = []  # where nothing has been written since
+        self._open = False  # whether some are being taken; still so after a step that has failed
 
     @property
     def division(self) -> Division:
         """Which process gets which coordinates of the shards."""
         return self._balancer.division
 
-    def divide(self, division: Division, coming: Sequence[slice] = ()) -> None:
+    @property
+    def amid_pair(self) -> bool:
+        return self._shares is not None
+
+    def divide(self, division: Division) -> None:
         if division == self.division:
             return
         self.drain()
-        self._catch_up()
         if self._shares is not None:
-            if self._taken:
-                self._behind = self.division, self._shares
-            all_come = sum(place.stop - place.start for place in coming) == division.width
-            self._unwritten = list(coming) if all_come and self._second else []
-            make = torch.empty if all_come or not self._taken else torch.zeros  # zeros would take memory at once
-            self._shares = make(self.workers, division.width, dtype=self._shares.dtype, device=self._shares.device)
+            self._shares = self.division.moved(self._shares, division)
         self._balancer.divide(division, empty=self.position < 2)
-        if not self._second:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Add what is divided in another way. Not before a pair's second gradients have been taken, if it can wait for
-        them: until then they take memory of their own."""
-        if self._behind is not None:
-            (division, shares), self._behind = self._behind, None
-            division.moved(shares, self.division, into=self._shares)
 
     def begin_shares(self, like: Tensor) -> None:
         if not self.takes_shards:
@@ -156,7 +143,7 @@ class CoordinatedPairBalance(BalancingSorter):
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
             self._shares = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(like)
             self._unpaired = self._unpaired[:, :0]
-        self._second = self._taken = self._shares is not None
+        self._second, self._open = self._shares is not None, True
         if not self._second:
             self._shares = self._order_server(like.is_cuda).room(like, self.workers, self.division.width)
 
@@ -165,11 +152,7 @@ class CoordinatedPairBalance(BalancingSorter):
         return self._shares[:, place] if fits else None
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
-        self._taken = True
-        if place in self._unwritten:
-            self._unwritten.remove(place)
-            torch.neg(share.to(self._shares.dtype), out=self._shares[:, place])
-        elif self._second:
+        if self._second:
             self._shares[:, place] -= share
         elif add:
             self._shares[:, place] += share
@@ -177,28 +160,28 @@ class CoordinatedPairBalance(BalancingSorter):
             self._shares[:, place] = share
 
     def end_shares(self) -> None:
-        self._catch_up()
+        self._open = False
         rows = self._shares[None]
         if self._second or self.position + 1 == self.units:  # the last of an odd number waits for no partner
             self._shares = None
         self._take(1, rows if self._second else rows[:0])
 
     def _values(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        self._catch_up()
+        if self._open and self._second:
+            raise CdgrabError("a step failed amid a pair: there is no state to save; load the last one")
         per_worker, common = super()._values()
-        if self._shares is not None:
+        if self._shares is not None and not self._open:  # a pair's first ones that are not complete do not count
             whole = self.division.unshard_rows(self._shares.cpu()).double()
             per_worker["_unpaired"] = whole[:, None]
         return per_worker, common
 
     def _load_values(self, per_worker: dict[str, Tensor], common: dict[str, object]) -> None:
-        self._shares = self._behind = None
-        self._unwritten = []
+        self._shares, self._open = None, False
         super()._load_values(per_worker, common)
 
     def next_order(self, epoch: int) -> Tensor:
         order = super().next_order(epoch)
-        self._shares = self._behind = None
+        self._shares, self._open = None, False
         return order
 
 

@@ -53,7 +53,7 @@ class Case:
 
 CASES = {
     "cpu": [
-        *(Case("linear", 4), Case("convolutional", 4), Case("mlp"), Case("mlp", sketch="countsketch")),
+        *(Case("linear", 4), Case("convolutional", 4), Case("mlp", 4), Case("mlp"), Case("mlp", sketch="countsketch")),
         *(Case("linear", 4, gigabits=1.0), Case("convolutional", 4, gigabits=1.0)),
     ],
     "cuda": [

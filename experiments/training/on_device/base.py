@@ -24,12 +24,13 @@ INDEX, COUNT, VALUE = 4, 4, 4  # bytes of a coordinate's number, of how many the
 
 class Selection(NamedTuple):
     """What is sent: where [runs, dim], how many by each worker [runs, workers]; bytes [runs] for agreeing on it; the
-    threshold [runs], if there is one."""
+    threshold [runs], if there is one; how many a worker may send [runs], if that is limited."""
 
     union: Tensor
     counts: Tensor
     bytes: Tensor | int = 0
     threshold: Tensor | None = None
+    most: Tensor | None = None
 
 
 class Kind:

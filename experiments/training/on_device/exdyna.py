@@ -54,16 +54,17 @@ class ExDynas(Sparse):
         union = magnitudes >= self._value.float()[:, None]
         in_blocks = counts_between(union, self._edges)  # short pieces, which many programs of a GPU count
         counts = pad(in_blocks.cumsum(1), (1, 0)).gather(1, first).diff(dim=1)
-        if self._rule == "balanced":
-            most = self._most()[:, None]
-            union &= partitions.largest(magnitudes, most.expand_as(counts), counts <= most, self._value.float())
-            counts = counts.minimum(most)
+        most = self._most() if self._rule == "balanced" else None
+        if most is not None:
+            limits = most[:, None].expand_as(counts)
+            union &= partitions.largest(magnitudes, limits, counts <= limits, self._value.float())
+            counts = counts.minimum(limits)
         sizes = cuts.diff(dim=1)
         empty = (counts == 0) & (sizes > 0)  # such a worker sends one in turn
         turn = (cuts[:, :-1] + self.iteration % sizes.clamp(min=1)).masked_fill(~empty, self.dim)
         union = pad(union, (0, 1)).scatter_(1, turn, True)[:, :-1]
         own = (self.iteration + torch.arange(self.workers, device=self.device)) % self.workers
-        return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value)
+        return Selection(union, (counts + empty.long()).index_select(1, own), sent, self._value, most)
 
     def _most(self) -> Tensor:
         """How many coordinates a worker may send, [runs]."""
@@ -112,7 +113,7 @@ class ExDynas(Sparse):
         if not self._counts:
             self._value.mul_(paper_factor(ratio)).clamp_(min=SMALLEST)
         if self._rule == "balanced":
-            held_back = found.counts.amax(1) >= self._most()
+            held_back = found.counts.amax(1) >= found.most
             highest = self._aim.clamp(min=MOST_AIM).masked_fill(held_back, MOST_AIM * MOST_SLACK)
             self._aim.copy_((self._aim * ratio**-AIM_GAIN).clamp(min=1.0).minimum(highest))
             now = counts_between(found.union, self._edges).double()
