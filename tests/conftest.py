@@ -91,7 +91,7 @@ def spawned(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "spawned"
     with FileLock(f"{folder}.lock"):
-        if not (folder / "complete").exists():
+        if not folder.exists():
             from forked import elsewhere
             from process_checks import main
 
@@ -101,6 +101,8 @@ def spawned(tmp_path_factory):
             folder.mkdir()
             assert elsewhere(main, folder) == 0
             (folder / "complete").touch()
+    if not (folder / "complete").exists():
+        pytest.fail("the processes failed: see the first test that wanted what they find", pytrace=False)
     return folder
 
 

@@ -255,7 +255,7 @@ def in_pairs(background):
 
 def saved_by_one():
     """As one does to write a file once. The group is not used again."""
-    group = dist.new_group(timeout=timedelta(seconds=10), backend="cpu:gloo")  # as without a name
+    group = dist.new_group(timeout=timedelta(seconds=60), backend="cpu:gloo")  # as without a name
     model = DistributedDataParallel(network(), process_group=group)
     sampler = sampler_of(process_group=group).attach(model)
     if dist.get_rank() == 0:

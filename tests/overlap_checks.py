@@ -19,7 +19,7 @@ def results():
         "overlapped": overlapped(),
         "divided anew": divided_anew(),
         "held up": held_up(),
-        "failed once": failed_once(),
+        "failed once": [failed_once(network(), late=0.2), failed_once(Stopped(late_on_the_first), late=0.05)],
     }
 
 
@@ -34,19 +34,19 @@ class Waiting(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        Waiting.in_time.append(Waiting.until.wait(10))
+        Waiting.in_time.append(Waiting.until.wait(120))
         return gradient
 
 
 class Stopped(nn.Module):
     """The backward pass stops between the last layer and the first."""
 
-    def __init__(self):
+    def __init__(self, stop):
         super().__init__()
-        self.parts = network()
+        self.parts, self.stop = network(), stop
 
     def forward(self, inputs):
-        return self.parts[2](Waiting.apply(self.parts[:2](inputs)))
+        return self.parts[2](self.stop(self.parts[:2](inputs)))
 
 
 def overlapped():
@@ -59,7 +59,7 @@ def overlapped():
         yield from averaged(*arguments)
         Waiting.until.set()
 
-    model = parallel(Stopped())
+    model = parallel(Stopped(Waiting.apply))
     with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
         train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
     return gathered(Waiting.in_time)
@@ -84,21 +84,30 @@ def divided_after(skip, paused):
 
 
 class Late(torch.autograd.Function):
-    """The backward pass of the last process takes a while."""
+    """The backward pass of one process takes a while."""
 
     @staticmethod
-    def forward(context, inputs):
+    def forward(context, inputs, rank):
+        context.rank = rank
         return inputs.clone()
 
     @staticmethod
     def backward(context, gradient):
-        time.sleep(0.2 * (dist.get_rank() + 1 == dist.get_world_size()))
-        return gradient
+        time.sleep(0.2 * (dist.get_rank() == context.rank))
+        return gradient, None
+
+
+def late_on_the_first(inputs):
+    return Late.apply(inputs, 0)
+
+
+def late_on_the_last(inputs):
+    return Late.apply(inputs, dist.get_world_size() - 1)
 
 
 class Uneven(nn.Module):
-    """Two large layers and then, in the backward pass, a small one. Where processes get there late, the others are
-    ahead by the whole of it, or wait for them in the middle of it."""
+    """Two large layers and then, in the backward pass, a small one. Where one process gets there late, the others are
+    ahead by the whole of it, or wait for it in the middle of it."""
 
     def __init__(self):
         super().__init__()
@@ -107,32 +116,33 @@ class Uneven(nn.Module):
 
     def forward(self, inputs):
         small, large, last = self.layers
-        return Late.apply(last(large(Late.apply(small(inputs)))))
+        return late_on_the_last(last(large(late_on_the_last(small(inputs)))))
 
 
 def held_up():
     """Weights after steps in which one process is late again and again, and short buckets follow long ones. Nobody may
     wait for somebody who waits for him."""
     workers.WHOLE = 30
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=120))
     model = parallel(Uneven(), process_group=group)
     train(model, sampler_of(process_group=group).attach(model), 1, stop_after=4)
     return gathered([parameter.detach().clone() for parameter in model.parameters()])
 
 
-def failed_once():
-    """The error of a step in which every process fails amid an exchange, one of them late; and gradients afterwards."""
-    workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=20))
-    model, spread = parallel(process_group=group), exchange.Messages.spread
+def failed_once(model, late):
+    """The error of a step in which every process fails amid an exchange, the second one some seconds late, or the first
+    one before it gets to buckets that the other has sent; and gradients afterwards."""
+    workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=120))
+    model, spread = parallel(model, process_group=group), exchange.Messages.spread
     sampler = sampler_of(process_group=group).attach(model)
     train(model, sampler, 1, stop_after=2)
 
-    def late(messages):
-        time.sleep(0.2 * dist.get_rank())
+    def spread_late(messages):
+        time.sleep(late * dist.get_rank())
         spread(messages)
 
     full = mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room"))
-    with full, mock.patch.object(exchange.Messages, "spread", late):
+    with full, mock.patch.object(exchange.Messages, "spread", spread_late):
         try:
             train(model, sampler, 1, stop_after=1)
         except MemoryError as error:

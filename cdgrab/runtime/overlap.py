@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from cdgrab.errors import CollectiveError
 from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.exchange import begin_copies, begin_exchange
@@ -166,12 +167,13 @@ class OverlappingHook:
 
     def _exchange(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
         """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
-        would wait for ever for a hook that raised an error."""
+        would wait for ever for a hook that raised an error. As long as processes reach each other, the other pieces are
+        exchanged all the same: some process may have begun with them before it failed."""
         try:
-            if self._error is None:
+            if not isinstance(self._error, CollectiveError):
                 yield from self._average(piece, handed)
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
         handed.finish_one()
 
     def _average(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
