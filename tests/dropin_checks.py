@@ -187,7 +187,7 @@ def overflowed():
 
 def traffic(model, rounds):
     """Bytes sent per step once DDP has grouped its buckets, and those of a reduce-scatter (and of an all-gather)."""
-    workers.WHOLE = 0
+    workers.WHOLE, division.PART = 0, 1000
     sampler = sampler_of().attach(model)
     train(model, sampler, 1)
     before, processes = sampler.group.traffic.sent, dist.get_world_size()

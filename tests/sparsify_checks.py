@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cdgrab
 from cdgrab.runtime import group as workers
-from cdgrab.runtime.connection import connect, launched_world_size
+from cdgrab.runtime.connection import connect, launched_rank, launched_world_size
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import ddp_hook, known_of_a_model, make_sparsifier
@@ -29,8 +29,8 @@ VARIANTS = [
 ]
 PEERS = [("fp16", {}), ("powersgd", {"rank": 1}), ("powersgd", {"rank": 4})]
 MATRICES = {1000: [[25, 32], [150], [5, 2, 5]], 40: [[5, 6], [10]], 37: [[5, 6], [], [2, 3]]}  # by dim
-# by number of processes: workers, dim, whether processes divide the coordinates to sum values
-SHAPES = {2: [(8, 1000, True), (4, 37, False)], 4: [(8, 1000, True)]}
+# by number of processes, besides one worker on each: workers, dim, whether coordinates are divided to sum values
+SHAPES = {2: [(8, 1000, True), (4, 37, False)], 4: []}
 ITERATIONS, REFUSED_AT, RESUMED_AT = 5, 1, 3
 
 
@@ -259,7 +259,7 @@ def main(target):
         group = connect(shape[0])
         for variant in VARIANTS + PEERS:
             found[str((shape, variant))] = trajectory(group, shape, variant)
-    group = WorkerGroup(processes, group.rank, processes)  # a process for every worker
+    group = WorkerGroup(processes, launched_rank(), processes)  # a process for every worker
     for variant in VARIANTS + PEERS:
         found[str(("own", variant))] = trajectory(group, (processes, 1000, True), variant)
     for name, options in DDP if processes == 2 else DDP[:1]:

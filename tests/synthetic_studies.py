@@ -29,13 +29,23 @@ def answers_of(name, table, settings):
 
 def made_up(name, loss, size="paper", settings=None, **more):
     """All runs of a study that trains; `loss` and `more` are functions of a part's key."""
+    keys = trained_in(name, settings) if settings else usually_trained_in(name, size)
     settings, rows = settings or settings_of(name, size), []
-    for part in TRAINING[name].parts(settings):
-        if part.alone:
-            continue
-        noise = 1e-4 * np.random.default_rng(crc32(json.dumps(part.key).encode())).normal()
-        value = loss(part.key) * (1 + 0.01 * part.key["seed"]) + noise  # seeds differ more than sorters
-        epochs = settings.tasks[part.key["task"]].epochs
-        others = {column: function(part.key) * (1 + 1e-3 * noise) for column, function in more.items()}
-        rows.append(part.key | {"train_loss": value, "start_loss": 2.0, "epochs_done": epochs} | others)
+    epochs = {task: its.epochs for task, its in settings.tasks.items()}
+    for key, normal in keys:
+        noise = 1e-4 * normal
+        value = loss(key) * (1 + 0.01 * key["seed"]) + noise  # seeds differ more than sorters
+        others = {column: function(key) * (1 + 1e-3 * noise) for column, function in more.items()}
+        rows.append(key | {"train_loss": value, "start_loss": 2.0, "epochs_done": epochs[key["task"]]} | others)
     return pd.DataFrame(rows), settings
+
+
+def trained_in(name, settings):
+    """The keys of all parts that train, and a normal number for each."""
+    keys = [part.key for part in TRAINING[name].parts(settings) if not part.alone]
+    return [(key, np.random.default_rng(crc32(json.dumps(key).encode())).normal()) for key in keys]
+
+
+@cache
+def usually_trained_in(name, size):
+    return trained_in(name, settings_of(name, size))

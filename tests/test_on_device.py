@@ -16,8 +16,8 @@ from experiments.training.member import Member
 from experiments.training.on_device import OnDevice, known, supported
 from experiments.training.on_device.whole import orthonormal
 
-STEPS, DIM, CPU = 24, 900, torch.device("cpu")
-WARM = {"warm_up_steps": 12, "warm_up_density": 0.25}
+STEPS, DIM, CPU = 16, 900, torch.device("cpu")
+WARM = {"warm_up_steps": 8, "warm_up_density": 0.25}
 METHODS = {
     "exdyna": {},
     "exdyna, corrected": {"momentum_correction": 0.9},

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
 from experiments.report.kinds import DataFrame, Series
@@ -183,9 +185,10 @@ def _missing(measured: Estimate, **limits: float) -> str:
 
 def select(rows: DataFrame, **values: object) -> DataFrame:
     """The rows that have these values in the columns of these names."""
+    wanted = np.ones(len(rows), dtype=bool)
     for column, value in values.items():
-        rows = rows[rows[column] == value]
-    return rows
+        wanted &= (rows[column] == value).to_numpy(dtype=bool)
+    return rows[wanted]
 
 
 def by_seed(rows: DataFrame, sorter: str, metric: str = LOSS) -> Series:
