@@ -1,6 +1,7 @@
 """Exchanges between processes against one process and the oracle: orders, means, traffic."""
 
-from itertools import pairwise, product
+from itertools import chain, count, pairwise, product, repeat
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ import cdgrab
 from cdgrab.balance import kernels
 from cdgrab.runtime import division as divisions
 from cdgrab.runtime import mean as exchange
+from cdgrab.runtime import overlap
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.pieces import by_owner, joined, put_back
@@ -154,3 +156,24 @@ def test_everybody_has_as_much_of_any_long_slice(processes):
         owned = division.owned([slice(start, start + 4 * run)])
         widths = [sum(lies.stop - lies.start for lies, _ in parts) for parts in owned]
         assert sum(widths) == 4 * run and max(widths) == min(widths)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "speed", "attempts"),
+    [
+        ([6.0], 131e6, 30),  # links of 1 Gbit/s
+        ([60.0], 13e6, 5),  # and a tenth of that: nobody waits for more of them
+        ([9.0] * 12 + [2.0, 7.0], 393e6, 15),  # a process that had to wait for a core, all but once
+    ],
+)
+def test_links_are_slow_only_if_they_always_are(milliseconds, speed, attempts, monkeypatch):
+    """milliseconds: of the first attempts; all others take as long as the last of them."""
+    clock, made, each = [0.0], count(), chain(milliseconds, repeat(milliseconds[-1]))
+
+    def shard(sent):
+        next(made)
+        clock[0] += next(each) / 1e3
+
+    monkeypatch.setattr(overlap.time, "perf_counter", lambda: clock[0])
+    found = overlap._speed(SimpleNamespace(world_size=4, shard=shard, gather=lambda seconds: seconds))
+    assert found == pytest.approx(speed, rel=0.01) and next(made) == attempts
