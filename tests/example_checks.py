@@ -27,10 +27,8 @@ def main(folder):
     load_kernels()
     for recipe in (plain, with_trainer):
         start_processes(trained_alone, (recipe, folder), 1, start_method="fork")
-    for recipe in (ddp, with_accelerate, with_lightning):
-        forked(2, trained, recipe, folder)
-    for recipe in (ddp_sparsify, with_trainer):  # which learn less in an epoch
-        forked(2, trained, recipe, folder, "2")
+    for recipe in (ddp, ddp_sparsify, with_accelerate, with_lightning, with_trainer):
+        forked(2, trained, recipe, folder, "2")  # the second one in an order that was learned
     saved = f"{folder}/checkpoint"
     for epochs, *checkpoints in (("1", saved), ("2", "", saved)):
         forked(2, trained, fsdp, folder, epochs, *checkpoints)

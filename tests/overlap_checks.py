@@ -130,8 +130,8 @@ def held_up():
 
 
 def failed_once(model, late):
-    """The error of a step in which every process fails amid an exchange, the second one some seconds late, or the first
-    one before it gets to buckets that the other has sent; and gradients afterwards."""
+    """The error of a step in which every process fails amid an exchange, the second one so many seconds late, or the
+    first one before it gets to buckets that the other has sent; and gradients afterwards."""
     workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=120))
     model, spread = parallel(model, process_group=group), exchange.Messages.spread
     sampler = sampler_of(process_group=group).attach(model)

@@ -159,15 +159,17 @@ def test_everybody_has_as_much_of_any_long_slice(processes):
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "speed", "attempts"),
+    ("milliseconds", "others", "speed", "attempts"),
     [
-        ([6.0], 131e6, 30),  # links of 1 Gbit/s
-        ([60.0], 13e6, 5),  # and a tenth of that: nobody waits for more of them
-        ([9.0] * 12 + [2.0, 7.0], 393e6, 15),  # a process that had to wait for a core, all but once
+        ([6.0], 5.0, 131e6, 30),  # links of 1 Gbit/s
+        ([60.0], 5.0, 13e6, 5),  # and a tenth of that: nobody waits for more of them
+        ([9.0] * 12 + [2.0, 7.0], 1.0, 393e6, 15),  # a process that had to wait for a core, all but once
+        ([2.0], 6.0, 131e6, 30),  # the slowest process decides
     ],
 )
-def test_links_are_slow_only_if_they_always_are(milliseconds, speed, attempts, monkeypatch):
-    """milliseconds: of the first attempts; all others take as long as the last of them."""
+def test_links_are_slow_only_if_they_always_are(milliseconds, others, speed, attempts, monkeypatch):
+    """milliseconds: of the first attempts, all later ones take as long as the last of them; others: of those of another
+    process, at best."""
     clock, made, each = [0.0], count(), chain(milliseconds, repeat(milliseconds[-1]))
 
     def shard(sent):
@@ -175,5 +177,9 @@ def test_links_are_slow_only_if_they_always_are(milliseconds, speed, attempts, m
         clock[0] += next(each) / 1e3
 
     monkeypatch.setattr(overlap.time, "perf_counter", lambda: clock[0])
-    found = overlap._speed(SimpleNamespace(world_size=4, shard=shard, gather=lambda seconds: seconds))
+
+    def gather(seconds):
+        return torch.cat([seconds, seconds.new_tensor([others / 1e3])])
+
+    found = overlap._speed(SimpleNamespace(world_size=4, shard=shard, gather=gather))
     assert found == pytest.approx(speed, rel=0.01) and next(made) == attempts

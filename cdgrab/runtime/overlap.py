@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from cdgrab.errors import CollectiveError
 from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.exchange import begin_copies, begin_exchange
@@ -36,7 +35,7 @@ from cdgrab.runtime.pieces import Part, Piece, by_owner, deal, joined, put_back
 PIECE = 2**20  # coordinates, on a CPU: where processes share cores, more messages take more time than they save,
 ON_SLOW_LINKS = 4  # but four times as many save a sixth of a step with links of 1 Gbit/s
 SLOW = 2e8  # bytes per second
-ROUNDS, ATTEMPTS = 6, 5  # at most, to find out how fast links are
+ROUNDS, ATTEMPTS = 6, 5  # at most so many rounds, of so many attempts, to find out how fast links are
 LANES = 2  # pieces that are on their way at a time
 
 
@@ -95,7 +94,8 @@ class OverlappingHook:
         self._wanted = "nothing"
         self._whole: Tensor | None = None  # reused, like the next: allocating memory takes longer than writing to it
         self._received: dict[int, Tensor] = {}  # by lane
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # the first one of this step
+        self._broken = False  # an exchange of this step was not completed
 
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
@@ -120,7 +120,7 @@ class OverlappingHook:
         return handed.promise
 
     def _begin(self, buffer: Tensor) -> None:
-        self._error = None
+        self._error, self._broken = None, False
         if self._may_divide():
             self._divide()
         self._complete = False
@@ -167,13 +167,13 @@ class OverlappingHook:
 
     def _exchange(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
         """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
-        would wait for ever for a hook that raised an error. As long as processes reach each other, the other pieces are
-        exchanged all the same: some process may have begun with them before it failed."""
+        would wait for ever for a hook that raised an error. After an exchange that broke off there is no other: its
+        messages would meet those of another piece."""
         try:
-            if not isinstance(self._error, CollectiveError):
+            if not self._broken:
                 yield from self._average(piece, handed)
         except Exception as error:
-            self._error = self._error or error
+            self._error, self._broken = self._error or error, True
         handed.finish_one()
 
     def _average(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
@@ -200,19 +200,13 @@ class OverlappingHook:
         if self._wire is not None:
             sent.split(widths)[group.rank].copy_(mean)
         exchange.spread()
-        failure = None
-        try:
-            self._take(mine if owned is None else joined(mine), share, mean)  # while the mean is on its way
-        except Exception as error:
-            failure = error  # later: what is on its way would meet the next step's messages
+        self._take(mine if owned is None else joined(mine), share, mean)  # while the mean is on its way
         yield True
         exchange.wait()
         if owned is not None:
             put_back(buffer, owned, sent)
         elif sent is not buffer:
             buffer.copy_(sent)
-        if failure:
-            raise failure
 
     def _owned(self, piece: Piece) -> list[list[Part]] | None:
         """What belongs to each process, if coordinates are not divided as this piece wants it; None: they are. It does
@@ -232,9 +226,14 @@ class OverlappingHook:
         return room[:needed].view(self._group.world_size, width)
 
     def _take(self, parts: list[Part], rows: Tensor, mean: Tensor) -> None:
-        if self._wanted == "shares":
+        """If it fails, exchanges go on: other processes may have begun the next one."""
+        if self._wanted != "shares":
+            return
+        try:
             for lies, place in parts:
                 self._observer.take_share(place, rows[:, lies], mean=mean[lies])
+        except Exception as error:
+            self._error = self._error or error
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +241,7 @@ class OverlappingHook:
         try:
             self._observer.look()
         except Exception as error:
-            self._error = error
+            self._error = self._error or error
 
     def _end(self) -> None:
         if self._error is not None:
@@ -268,8 +267,8 @@ class OverlappingHook:
 
 def _speed(group: WorkerGroup) -> float:
     """Bytes per second that a process sends at its best; those of the slowest, on all of them. Where processes share
-    cores, most attempts wait for a core and not for the link: only many that are all slow tell a slow link from that,
-    or a few that are very slow."""
+    cores, an attempt may wait for a core instead of the link: a link is slow only if all attempts are, or if the first
+    few are very slow."""
     sent, seconds, speed = torch.zeros(PIECE // ON_SLOW_LINKS), [], 0.0
     for _ in range(ROUNDS):
         for _ in range(ATTEMPTS):
