@@ -106,6 +106,15 @@ def spawned(tmp_path_factory):
     return folder
 
 
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow_resnet(monkeypatch):
+    """A ResNet-18 with few channels: that of the task takes most of its time to copy its gradients."""
+    monkeypatch.setattr("experiments.tasks.cifar10_models.WIDTHS", (32, 32, 64, 64))
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 

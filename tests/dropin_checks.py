@@ -187,12 +187,12 @@ def overflowed():
 
 def traffic(model, rounds):
     """Bytes sent per step once DDP has grouped its buckets, and those of a reduce-scatter (and of an all-gather)."""
-    workers.WHOLE, division.PART = 0, 1000
-    sampler = sampler_of().attach(model)
+    workers.WHOLE = 0
+    with mock.patch.object(division, "PART", 1000):
+        sampler = sampler_of().attach(model)
     train(model, sampler, 1)
     before, processes = sampler.group.traffic.sent, dist.get_world_size()
     train(model, sampler, 1)
-    division.PART = 3
     padded = sum(part_size(parameter, processes) for parameter in model.parameters())
     return (sampler.group.traffic.sent - before) / len(sampler), rounds * (processes - 1) * padded * 8
 

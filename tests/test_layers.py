@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cdgrab.errors import CdgrabError
-from experiments.tasks import cifar10_models, make_task
+from experiments.tasks import make_task
 from experiments.tasks.base import Task
 from experiments.tasks.layers import ByWorker, _GroupNorm, knows
 from experiments.training.config import compose
@@ -20,12 +20,6 @@ def resnet(device: str, dtype: str) -> Task:
     settings = ["task=cifar10", "data=embedded", "task.model=resnet18", f"device={device}", f"task.dtype={dtype}"]
     run = compose(settings + sizes)
     return make_task(run.config, run.source, torch.device(device))
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """A ResNet-18 with few channels: that of the task takes most of its time to copy its gradients."""
-    monkeypatch.setattr(cifar10_models, "WIDTHS", (32, 32, 64, 64))
 
 
 def small_model() -> nn.Module:
@@ -55,7 +49,7 @@ def test_each_worker_gets_the_gradient_of_its_own_pass(last):
 
 
 @pytest.mark.parametrize("per_unit", [False, True])
-def test_layers_of_a_resnet_give_the_gradients_of_vmap(narrow, per_unit):
+def test_layers_of_a_resnet_give_the_gradients_of_vmap(narrow_resnet, per_unit):
     task = resnet("cpu", "float64")
     flat = FlatParameters(task.model)
     parameters = flat.flatten(dict(task.model.named_parameters())).detach()
@@ -105,7 +99,7 @@ def test_linear_layers_take_inputs_of_any_shape():
         torch.testing.assert_close([gradient[worker] for gradient in gradients], list(expected))
 
 
-def test_runs_that_train_together_have_the_gradients_of_each(narrow, monkeypatch):
+def test_runs_that_train_together_have_the_gradients_of_each(narrow_resnet, monkeypatch):
     """And none is computed in another way."""
     task = resnet("cpu", "float64")
     flat, entered = FlatParameters(task.model), []

@@ -123,8 +123,7 @@ def test_losses_are_compared_where_the_densities_are_alike():
     )
 
 
-def test_a_resnet_does_not_mix_examples(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(models, "WIDTHS", (32, 32, 64, 64))
+def test_a_resnet_does_not_mix_examples(narrow_resnet, tmp_path, capsys):
     model, images = models.ResNet18().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
     parameters = dict(model.named_parameters())
     together = vmap(grad(lambda p, x: functional_call(model, p, (x,)).square().sum()), (None, 0))(parameters, images)
