@@ -131,7 +131,7 @@ DENSITIES = ("0.1", "0.01", "0.001")
 TO_AN_END = (
     *(("LeNet-CIFAR-10", workers, density) for workers in (8, 16) for density in DENSITIES),
     *(("LSTM-WikiText-2", workers, density) for workers in (8, 16) for density in DENSITIES),
-    *((RESNET, 8, density) for density in DENSITIES),
+    *((RESNET, workers, density) for workers in (8, 16) for density in DENSITIES),
 )
 CALM = f"{OWN}, no momentum"  # trained in these cells only
 HAVE_CALM = {
