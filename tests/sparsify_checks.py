@@ -13,6 +13,7 @@ from cdgrab.runtime.connection import connect, launched_rank, launched_world_siz
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import ddp_hook, known_of_a_model, make_sparsifier
+from cdgrab.sparsify.sections import SectionedHook, sections_of
 
 VARIANTS = [
     ("dense", {}),
@@ -80,6 +81,8 @@ DDP = [
     ("dense", {}),
     ("topk", {"momentum_correction": 0.5, "warm_up_steps": 4}),
     ("powersgd", {"rank": 4}),
+    ("exdyna", {"sections": 3}),
+    ("powersgd", {"sections": 2, "rank": 1}),
 ]
 
 
@@ -101,7 +104,8 @@ def loss_of(model, step, part, rank):
 def trained_by_ddp(rank, name, options):
     """Two backward passes a step, the first under no_sync. Buckets are so small that there are several after the first
     step; the sizes of their parameters come back too."""
-    steps, communicate = [], BucketHook.communicate
+    kind = SectionedHook if "sections" in options else BucketHook
+    steps, communicate = [], kind.communicate
 
     def noted(hook, bucket):
         if bucket.index() == 0:
@@ -114,7 +118,7 @@ def trained_by_ddp(rank, name, options):
         hook = ddp_hook(model, name, density=0.05, **options)
         return model, hook, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
-    BucketHook.communicate = noted
+    kind.communicate = noted
     model, hook, optimiser = start()
     for step in range(STEPS):
         if step == PAUSE:
@@ -128,7 +132,7 @@ def trained_by_ddp(rank, name, options):
             loss_of(model, step, 0, rank).backward()
         loss_of(model, step, 1, rank).backward()
         optimiser.step()
-    BucketHook.communicate = communicate
+    kind.communicate = communicate
     return torch.cat([p.detach().flatten() for p in model.parameters()]), hook.stats, steps
 
 
@@ -174,11 +178,11 @@ def _power_sgd(states, bucket):
     return mean
 
 
-def trained_past_nan(rank, last):
+def trained_past_nan(rank, last, sections=1):
     """Parameters after three steps by DDP. Before each, a gradient is not finite on rank `last` (None: never): all
     refuse it, and DDP goes on."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
-    hook = ddp_hook(model, "exdyna", density=0.05)
+    hook = ddp_hook(model, "exdyna", density=0.05, sections=sections)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(3):
         if last is not None:
@@ -191,7 +195,7 @@ def trained_past_nan(rank, last):
             assert all(parameter.grad.isnan().all() for parameter in model.parameters())
             optimiser.zero_grad()
         loss_of(model, step, 0, rank).backward()
-        assert hook.sparsifier.iteration == step + 1
+        assert all(one.iteration == step + 1 for one in getattr(hook, "sparsifiers", None) or [hook.sparsifier])
         optimiser.step()
         optimiser.zero_grad()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -235,22 +239,29 @@ def refusal_of_different_hooks(rank, **options):
 
 
 def trained_alone(count, name, options):
-    """The same with plain autograd, one worker after the other, and a sparsifier that hosts all of them."""
+    """The same with plain autograd, one worker after the other, and sparsifiers that host all of them: one, or one for
+    each section."""
     model = network()
-    parameters = list(model.parameters())
-    sizes, known = [p.numel() for p in parameters], known_of_a_model(name, [p.shape for p in parameters])
-    found = make_sparsifier(name, workers=count, dim=sum(sizes), density=0.05, **options, **known)
+    parameters, options = list(model.parameters()), dict(options)
+    sections = sections_of(parameters, options.pop("sections", 1))
+    hosts = [hosting_all(count, name, section, options) for section in sections]
     optimiser = torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
     for step in range(STEPS):
-        rows = []
-        for rank in range(count):
-            losses = loss_of(model, step, 0, rank) + loss_of(model, step, 1, rank)
-            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(losses, parameters)]))
-        update = found.reduce(torch.stack(rows)).split(sizes)
-        for parameter, part in zip(parameters, update, strict=True):
-            parameter.grad = part.view_as(parameter)
+        losses = [loss_of(model, step, 0, rank) + loss_of(model, step, 1, rank) for rank in range(count)]
+        for host, section in zip(hosts, sections, strict=True):
+            rows = [torch.autograd.grad(loss, section, retain_graph=True) for loss in losses]
+            update = host.reduce(torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))
+            for parameter, part in zip(section, update.split([p.numel() for p in section]), strict=True):
+                parameter.grad = part.view_as(parameter)
         optimiser.step()
-    return torch.cat([p.detach().flatten() for p in parameters]), found.stats
+    density = sum(host.stats.density * host.dim for host in hosts) / sum(host.dim for host in hosts)
+    counts = [sum(each) for each in zip(*(host.stats.counts for host in hosts), strict=True)]
+    return torch.cat([p.detach().flatten() for p in parameters]), {"counts": counts, "density": density}
+
+
+def hosting_all(count, name, parameters, options):
+    dim, known = sum(p.numel() for p in parameters), known_of_a_model(name, [p.shape for p in parameters])
+    return make_sparsifier(name, workers=count, dim=dim, density=0.05, **options, **known)
 
 
 def main(target):
@@ -269,7 +280,7 @@ def main(target):
         found["ddp", name, *options] = parameters, dict(stats), buckets
     if processes == 2:
         found["torch"] = [trained_by_torch(group.rank, *case) for case in PEERS]
-        found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, 1)]
+        found["past nan"] = [trained_past_nan(group.rank, *case) for case in ((None,), (1,), (None, 3), (1, 3))]
         found["unused"] = [owed_to_unused(group, *case) for case in (("exdyna", False), ("topk", True))]
         found["different"] = [
             refusal_of_different_hooks(group.rank, name="topk", density=0.1 + group.rank / 10),

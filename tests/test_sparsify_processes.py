@@ -64,8 +64,10 @@ def test_peers_train_as_by_the_hooks_of_pytorch(found, which, most):
 
 
 def test_ddp_goes_on_after_a_gradient_that_is_not_finite(found):
-    undisturbed, disturbed = found[2]["past nan"]
-    assert torch.equal(undisturbed, disturbed)
+    """All of it is not finite here: of several sections, none is sent."""
+    undisturbed, disturbed, in_sections, disturbed_there = found[2]["past nan"]
+    assert torch.equal(undisturbed, disturbed) and torch.equal(in_sections, disturbed_there)
+    assert not torch.equal(undisturbed, in_sections)
 
 
 def test_hooks_that_differ_between_ranks_are_refused(found):

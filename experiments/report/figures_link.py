@@ -12,13 +12,13 @@ from experiments.report.text import enumerated, table
 from experiments.store.bench import read_rows
 
 PLAIN, ALONE, CD_GRAB = "DDP", "no exchange", "CD-GraB"
-EXDYNA, PUBLISHED = "ExDyna", "ExDyna as published"
+EXDYNA, PUBLISHED, EARLY = "ExDyna", "ExDyna as published", "ExDyna in 4 sections"
 LARGE, SPARSE, GIGABIT = "transformer", 0.001, 1.0  # where ExDyna should be so many
 TIMES = 3.0  # times as fast as DDP
 COLOURS = {
     **{PLAIN: "black", ALONE: "0.7", "fp16": "#8c6d46", "PowerSGD, rank 1": "#3465a4", "PowerSGD, rank 4": "#729fcf"},
     **{CD_GRAB: "#7b5ea7", "Top-k": "#e69f00", "CLT-k": "#b5bd00", "DEFT": "#4e9a06", "SIDCo": "#009e9e"},
-    **{"MiCRO": "#e377c2", EXDYNA: "#c4322b", PUBLISHED: "#ef7d76"},
+    **{"MiCRO": "#e377c2", EXDYNA: "#c4322b", PUBLISHED: "#ef7d76", EARLY: "#7a1511"},
 }
 
 

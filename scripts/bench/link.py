@@ -30,8 +30,8 @@ LINKS = {  # Gbit/s and ms one way, the fastest first: there the methods warm up
     "quick": ((1.0, 0.0),),
     "full": ((10.0, 0.0), (1.0, 0.0), (0.1, 0.0), (1.0, 0.1), (1.0, 1.0)),
 }
-SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 60.0}  # of all rounds over one link, but there are at least
-FEWEST = {"smoke": 1, "quick": 2, "full": 4}
+SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 120.0}  # of all rounds over one link, but there are at least
+FEWEST = {"smoke": 1, "quick": 2, "full": 5}
 MOST_ROUNDS, MOST_STEPS = 30, 8
 TURN_SECONDS = 0.3  # of DDP: short steps are measured several at a time
 
@@ -107,7 +107,8 @@ def in_rounds(made: dict[Method, Contender], size: str, say: str) -> dict:
     """What this process finds over one link. The first round does not count; it tells how many there will be."""
     names = {_name(method): method for method in made}
     first = {name: turn(made[method], 1)["seconds"] for name, method in names.items()}
-    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / first[PLAIN])))
+    plain = statistics.median([first[PLAIN], *(turn(made[names[PLAIN]], 1)["seconds"] for _ in range(2))])
+    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / plain)))
     rounds = max(FEWEST[size], min(MOST_ROUNDS, int(SECONDS[size] / (steps * sum(first.values())))))
     agreed = torch.tensor([steps, rounds])
     dist.broadcast(agreed, 0)

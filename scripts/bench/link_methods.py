@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cdgrab import OrderedBatchSampler
 from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.sparsify import Hook, sparsifier_of
-from experiments.report.figures_link import ALONE, CD_GRAB, EXDYNA, PLAIN, PUBLISHED
+from cdgrab.sparsify.sections import Section, SectionedHook, sections_of
+from experiments.report.figures_link import ALONE, CD_GRAB, EARLY, EXDYNA, PLAIN, PUBLISHED
 from experiments.tasks.cifar10_models import ResNet18
 from experiments.tasks.lstm_wiki2 import TiedLstm
 from experiments.tasks.tiny_gpt2 import TinyGpt2
@@ -31,9 +32,10 @@ BATCHES = 16  # of each process: an epoch of CD-GraB
 FIRST_STEPS = 3  # of every method before it is measured: in the first two PowerSGD sends everything
 SPARSIFIERS = {
     **{"Top-k": "topk", "CLT-k": "cltk", "DEFT": "deft", "SIDCo": "sidco", "MiCRO": "micro"},
-    **{EXDYNA: "exdyna", PUBLISHED: "exdyna"},
+    **{EXDYNA: "exdyna", PUBLISHED: "exdyna", EARLY: "exdyna"},
 }
-SPARSER = ("Top-k", EXDYNA, PUBLISHED)  # at the lower density, too
+SECTIONS = {EARLY: 4}  # sent while the backward pass runs
+SPARSER = ("Top-k", EXDYNA, PUBLISHED, EARLY)  # at the lower density, too
 DENSITIES = (0.01, 0.001)
 RANKS = (1, 4)  # of PowerSGD
 Method = tuple[str, float | None]  # a name, and the density that is wanted
@@ -127,23 +129,32 @@ class Contender:
 
 
 class Sparse(Contender):
-    """sent: actual densities, step by step. working, selecting: seconds of a processor, for all that the hook does in
-    this thread, and for selecting; neither counts waiting for others.
+    """sent: actual densities, step by step. working, selecting: seconds of a processor, for all that the hook does, and
+    for selecting; neither counts waiting for others.
 
-    guide: a threshold of the paper's kind would take hundreds of steps to get near the wanted density. It begins every
-    turn with the threshold of this other one, which counts, so that both send about as much.
+    A threshold of the paper's kind would take hundreds of steps to get near the wanted density. So before every turn
+    there is a step that is not measured, in which the threshold is counted.
     """
 
-    def __init__(self, training: Training, name: str, density: float, guide: Sparse | None = None) -> None:
-        parameters = list(training.model.parameters())
-        options = {"rule": "paper", "threshold": "paper"} if guide else {}
-        group = one_worker_per_process()
-        self.sparsifier = sparsifier_of(parameters, SPARSIFIERS[name], group, density=density, **options)
-        self.sparsifier.prepare = self._timed(self.sparsifier.prepare, "selecting")
-        self.sparsifier.select = self._timed(self.sparsifier.select, "selecting")
-        self._guide = guide
+    def __init__(self, training: Training, name: str, density: float) -> None:
+        parameters, self._published = list(training.model.parameters()), name == PUBLISHED
+        options = {"density": density} | ({"rule": "paper", "threshold": "paper"} if self._published else {})
+        kind, number, group = SPARSIFIERS[name], SECTIONS.get(name, 1), one_worker_per_process()
+        if number == 1:
+            found = sparsifier_of(parameters, kind, group, **options)
+            self._hooked, self.sparsifiers = Hook(parameters, found), [found]
+        else:
+            group = group.new_channel()
+            parts = sections_of(parameters, number)
+            sections = [Section(some, sparsifier_of(some, kind, group, **options)) for some in parts]
+            for section in sections:  # which a thread does
+                section.reduce = self._timed(section.reduce, "working")
+            self._hooked, self.sparsifiers = SectionedHook(sections), [section.sparsifier for section in sections]
+        for one in self.sparsifiers:
+            one.prepare = self._timed(one.prepare, "selecting")
+            one.select = self._timed(one.select, "selecting")
         self.forget()
-        super().__init__(training, self._timed(Hook(parameters, self.sparsifier).communicate, "working"))
+        super().__init__(training, self._timed(self._hooked.communicate, "working"))
 
     def forget(self) -> None:
         self.sent: list[float] = []
@@ -157,18 +168,22 @@ class Sparse(Contender):
 
     def begin(self) -> None:
         super().begin()
-        if self._guide:
-            self.sparsifier._value = self._guide.sparsifier.stats.threshold
+        if self._published:
+            before, found = (self.working, self.selecting), self.sparsifiers[0]
+            found.threshold = "counted"
+            super().step()
+            found.threshold = "paper"
+            self.working, self.selecting = before
 
     def step(self) -> None:
         super().step()
-        self.sent.append(self.sparsifier.stats.density)
+        self.sent.append(self._hooked.stats.density)
 
     def _timed(self, call: Callable, what: str) -> Callable:
-        def timed(argument: object) -> object:
+        def timed(*arguments: object) -> object:
             start = time.thread_time()
             try:
-                return call(argument)
+                return call(*arguments)
             finally:
                 setattr(self, what, getattr(self, what) + time.thread_time() - start)
 
@@ -198,6 +213,5 @@ def contenders(name: str) -> dict[Method, Contender]:
         state = PowerSGDState(None, rank, start_powerSGD_iter=2, orthogonalization_epsilon=1e-8)  # gradients may be 0
         made[f"PowerSGD, rank {rank}", None] = Contender(hooked, partial(_power_sgd, state))
     for sparsifier, density in (method for method in methods() if method[1]):
-        guide = made[EXDYNA, density] if sparsifier == PUBLISHED else None
-        made[sparsifier, density] = Sparse(hooked, sparsifier, density, guide)
+        made[sparsifier, density] = Sparse(hooked, sparsifier, density)
     return {method: made[method] for method in methods()}
