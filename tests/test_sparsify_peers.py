@@ -112,3 +112,14 @@ REFUSED = [
 def test_refusals_are_one_sentence(message, options):
     with pytest.raises(cdgrab.CdgrabError, match=message):
         make_sparsifier("powersgd", workers=2, dim=9, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nothing_is_lost_that_16_bits_cannot_hold(dtype):
+    """Of each worker's gradients, what was not sent is still owed, to the precision of float32."""
+    found, given_so_far, sent = made("powersgd", {"rank": 1}, 1000), 0.0, 0.0
+    for gradients in gradients_of(6, 4, 1000):
+        gradients = torch.from_numpy(gradients).to(dtype)
+        given_so_far, sent = given_so_far + gradients.double(), sent + found.reduce(gradients).double()
+    left = found.state_dict()["per_worker"]["_residual"].double()
+    torch.testing.assert_close(4 * sent + left.sum(0), given_so_far.sum(0), rtol=1e-5, atol=1e-4)

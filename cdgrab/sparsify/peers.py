@@ -33,16 +33,23 @@ class Whole(Compressor):
 
     def reduce(self, gradients: Tensor) -> Tensor:
         gradients = self._checked(gradients)
-        return rounded(self._exchange([(slice(0, self.dim), gradients)], gradients.dtype), gradients.dtype)
+        return self._exchange([(slice(0, self.dim), gradients)], gradients.dtype).to(gradients.dtype)
 
     def reduce_parts(self, parts: Parts, dtype: torch.dtype) -> None:
         self._refuse_not_finite([part for _, part in parts])
         mean = self._exchange(parts, dtype)
         for place, part in parts:
-            part.copy_(rounded(mean[place], part.dtype).view_as(part))
+            part.copy_(mean[place].view_as(part))
 
     def _exchange(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        mean, sent = self.mean(self._accumulate(parts, dtype))
+        """The mean, as the types of these parts can hold it. With error feedback, what they cannot is sent later."""
+        accumulated = self._accumulate(parts, dtype)
+        mean, sent = self.mean(accumulated)
+        for place, part in (each for each in parts if each[1].dtype != mean.dtype):
+            held = rounded(mean[place], part.dtype).to(mean.dtype)
+            if self.error_feedback:
+                accumulated[:, place] += mean[place] - held
+            mean[place] = held
         counts = [self.dim] * self.workers
         self.stats = Stats(
             density=1.0, counts=counts, threshold=None, imbalance=0.0, bytes=self._checking_bytes() + sent

@@ -1,5 +1,5 @@
-"""Training over links of limited speed (`make bench BENCH=link`): seconds per step by bandwidth, which method wins, and
-what stands in the way of ExDyna."""
+"""Training over links of limited speed (`make bench BENCH=link`): seconds per step by bandwidth, which method wins,
+what stands in the way of ExDyna, and what it gains by sending while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ PLAIN, ALONE, CD_GRAB = "DDP", "no exchange", "CD-GraB"
 EXDYNA, PUBLISHED, EARLY = "ExDyna", "ExDyna as published", "ExDyna in 4 sections"
 LARGE, SPARSE, GIGABIT = "transformer", 0.001, 1.0  # where ExDyna should be so many
 TIMES = 3.0  # times as fast as DDP
+SAME_DENSITY = 0.15  # a method that sends so much more or less than is wanted, relatively, is no rival
 COLOURS = {
     **{PLAIN: "black", ALONE: "0.7", "fp16": "#8c6d46", "PowerSGD, rank 1": "#3465a4", "PowerSGD, rank 4": "#729fcf"},
     **{CD_GRAB: "#7b5ea7", "Top-k": "#e69f00", "CLT-k": "#b5bd00", "DEFT": "#4e9a06", "SIDCo": "#009e9e"},
@@ -63,15 +64,32 @@ def winners(device: str) -> Iterator[str]:
     for rows in together(measured(device)):
         able = _ranked(rows)
         first, sparse = able[0], next(row for row in able if row["density"])
-        equal = [name(row) for row in able[1:] if row["ratio_quartiles"][0] <= first["ratio_quartiles"][1]]
-        sentence = f"{place(first)}: {_speed(first)}"
-        sentence += f" (not told apart from it: {enumerated(equal)})" if equal else ""
+        sentence = f"{place(first)}: {_speed(first)}{_alike(able)}"
         yield sentence + ("." if sparse is first else f"; of the sparsifiers {_speed(sparse)}.")
 
 
+def unmatched(device: str) -> Iterator[str]:
+    """Who does not send what is wanted, and so cannot be the fastest."""
+    for rows in together(measured(device)):
+        if off := [f"{name(row)} ({row['sent_density']:.2g})" for row in rows if not sends_what_is_wanted(row)]:
+            yield f"{place(rows[0])}: not compared, since another density is sent: {enumerated(off)}."
+
+
+def sends_what_is_wanted(row: dict) -> bool:
+    """So does whatever has no density."""
+    return not row["density"] or abs(row["sent_density"] / row["density"] - 1) <= SAME_DENSITY
+
+
 def _ranked(rows: list[dict]) -> list[dict]:
-    """The methods that exchange gradients, the fastest first."""
-    return sorted((row for row in rows if row["method"] != ALONE), key=lambda row: row["seconds_per_step"])
+    """The methods that exchange gradients, and send what is wanted, the fastest first."""
+    able = (row for row in rows if row["method"] != ALONE and sends_what_is_wanted(row))
+    return sorted(able, key=lambda row: row["seconds_per_step"])
+
+
+def _alike(able: list[dict]) -> str:
+    """Those whose quartiles overlap with the fastest one's."""
+    equal = [name(row) for row in able[1:] if row["ratio_quartiles"][0] <= able[0]["ratio_quartiles"][1]]
+    return f" (not told apart from it: {enumerated(equal)})" if equal else ""
 
 
 @table
@@ -80,42 +98,45 @@ def fastest() -> Iterator[dict[str, str]]:
     for rows in together(measured()):
         seconds = {name(row): f"{row['seconds_per_step']:.3g} s" for row in rows}
         able = _ranked(rows)
-        hidden = [_hideable_share(row) for row in rows if row["method"] == EXDYNA]
         faster = f": {seconds[name(able[0])]}, {1 / able[0]['ratio']:.3g} times as fast as DDP"
         yield {
             "model": f"{rows[0]['model']}, {_millions(rows[0])}",
             "link": _link(rows[0]),
             "no exchange": seconds[ALONE],
             PLAIN: seconds[PLAIN],
-            "fastest": name(able[0]) + faster * (able[0]["method"] != PLAIN),
+            "fastest": name(able[0]) + faster * (able[0]["method"] != PLAIN) + _alike(able),
             f"{EXDYNA}, {SPARSE:g}": seconds.get(f"{EXDYNA}, {SPARSE:g}", "–"),
             CD_GRAB: seconds[CD_GRAB],
-            f"of {EXDYNA}'s time, sending earlier could hide at most": enumerated(hidden),
+            f"{EARLY}, times as fast as {EXDYNA}": enumerated(_gains(rows) or ["–"]),
         }
 
 
 def standing_in_the_way(row: dict) -> str:
     """What the seconds of a step consist of. Steps, links and processors overlap, so they do not add up exactly."""
-    cores = f"{row['hook_cpu_seconds']:.3g} s of a processor are the hook's own work on each process"
+    here = measured(row["device"], model=row["model"], link=row["link"], delay=row["delay"], method=ALONE)
+    more = "".join(
+        f", {row['cpu_seconds'] - alone['cpu_seconds']:.3g} s of a processor more than that" for alone in here
+    )
+    cores = f"on each process{more}, {row['hook_cpu_seconds']:.3g} s of them the hook's own work"
     return (
         f"{row['seconds_per_step']:.3g} s a step: {row['alone_seconds']:.3g} s is a step without any exchange, "
         f"{row['link_seconds']:.3g} s is what the link takes for its {row['bytes_per_step'] / 1e6:.3g} MB, {cores}, "
-        f"{row['selecting_cpu_seconds']:.3g} s of them selecting"
+        f"{row['selecting_cpu_seconds']:.3g} s selecting"
     )
 
 
-def hideable(device: str) -> Iterator[str]:
-    """What sending while the backward pass runs could bring ExDyna: no more than the link's time, nor than that of a
-    step without exchange, during which it would be hidden."""
-    for rows in together(measured(device, method=EXDYNA)):
-        shares = map(_hideable_share, rows)
-        way = "sending while the backward pass runs would save at most"
-        yield f"{place(rows[0])}, {EXDYNA}: {way} {enumerated(shares)}."
+def sent_early(device: str) -> Iterator[str]:
+    """What sending while the backward pass runs brings ExDyna."""
+    for rows in together(measured(device)):
+        if gains := _gains(rows):
+            yield f"{place(rows[0])}: {EARLY} is {enumerated(gains)} times as fast as {EXDYNA}."
 
 
-def _hideable_share(row: dict) -> str:
-    share = min(row["link_seconds"], row["alone_seconds"]) / row["seconds_per_step"]
-    return f"{100 * share:.2g} % at {row['density']:g}"
+def _gains(rows: list[dict]) -> list[str]:
+    """How many times as fast ExDyna is if its sections are sent early, by density."""
+    taken = {(row["method"], row["density"]): row["ratio"] for row in rows}
+    both = [density for method, density in taken if method == EARLY and (EXDYNA, density) in taken]
+    return [f"{taken[EXDYNA, density] / taken[EARLY, density]:.3g} at {density:g}" for density in both]
 
 
 def sought() -> Iterator[tuple[str, str, str]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from cdgrab.errors import CdgrabError
 from experiments.store.files import ROOT, append_line, write_atomically
 
+DRIVER = Path("/proc/driver/nvidia")
 MANIFEST, METRICS = "manifest.json", "metrics.jsonl"
 PACKAGES = ("torch", "numpy", "torchopt", "hydra-core", "omegaconf", "pandas", "numba")
 
@@ -106,11 +107,18 @@ def _parsed(line: bytes) -> dict | None:
 
 def environment() -> dict:
     """Host, versions, commit."""
+    host = {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)}
     return {
-        "host": {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform(terse=True)},
+        "host": host | ({"gpus": found} if (found := _gpus()) else {}),
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": git_commit(),
     }
+
+
+def _gpus() -> list[str]:
+    """The names of NVIDIA's, from its driver: to ask torch would start CUDA in processes that never need it."""
+    found = sorted(DRIVER.glob("gpus/*/information"))
+    return [line.partition(":")[2].strip() for path in found for line in path.read_text().splitlines()[:1]]
 
 
 def git_commit() -> str | None:
