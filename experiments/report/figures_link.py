@@ -16,10 +16,10 @@ EXDYNA, PUBLISHED, EARLY = "ExDyna", "ExDyna as published", "ExDyna in 4 section
 LARGE, SPARSE, GIGABIT = "transformer", 0.001, 1.0  # where ExDyna should be so many
 TIMES = 3.0  # times as fast as DDP
 SAME_DENSITY = 0.15  # a method that sends so much more or less than is wanted, relatively, is no rival
-COLOURS = {
-    **{PLAIN: "black", ALONE: "0.7", "fp16": "#8c6d46", "PowerSGD, rank 1": "#3465a4", "PowerSGD, rank 4": "#729fcf"},
-    **{CD_GRAB: "#7b5ea7", "Top-k": "#e69f00", "CLT-k": "#b5bd00", "DEFT": "#4e9a06", "SIDCo": "#009e9e"},
-    **{"MiCRO": "#e377c2", EXDYNA: "#c4322b", PUBLISHED: "#ef7d76", EARLY: "#7a1511"},
+COLOURS = {  # those of the studies, where these have the method
+    **{PLAIN: "black", ALONE: "0.7", "fp16": "#8a8a8a", "PowerSGD, rank 1": "#8c6d46", "PowerSGD, rank 4": "#c4a578"},
+    **{CD_GRAB: "#b5bd00", "Top-k": "#3465a4", "CLT-k": "#56a0c9", "DEFT": "#009e73", "SIDCo": "#7b5ea7"},
+    **{"MiCRO": "#e69f00", EXDYNA: "#c4322b", PUBLISHED: "#e08a86", EARLY: "#7a1511"},
 }
 
 
@@ -41,7 +41,7 @@ def name(row: dict) -> str:
 
 @plots.styled
 def links(device: str) -> Figure:
-    """Seconds per step against the speed of the links, one panel per model; dashed: the lower density."""
+    """Seconds per step against the speed of the links, one panel per model; dashed, with open dots: the lower density."""
     rows = measured(device, delay=0.0)
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plots.panels(1, len(models), 3.3 * len(models), 3.9)
@@ -49,9 +49,11 @@ def links(device: str) -> Figure:
         here = [row for row in rows if row["model"] == model]
         for method in dict.fromkeys(map(name, here)):
             line = sorted((row for row in here if name(row) == method), key=lambda row: row["link"])
-            style = {"color": COLOURS[line[0]["method"]], "ls": plots.DASHED if line[0]["density"] == SPARSE else "-"}
+            style = {"color": COLOURS[line[0]["method"]]} | plots.DOTS
+            if line[0]["density"] == SPARSE:
+                style |= {"ls": plots.DASHED, "markerfacecolor": "white"}
             seconds = [row["seconds_per_step"] for row in line]
-            panel.plot([row["link"] for row in line], seconds, label=method, **plots.DOTS, **style)
+            panel.plot([row["link"] for row in line], seconds, label=method, **style)
         plots.log_x(panel, sorted({row["link"] for row in here}), "Gbit/s")
         plots.log_ticks(panel.yaxis)
         panel.set_title(f"{model}, {_millions(here[0])}")

@@ -52,13 +52,17 @@ def densities(study: Study) -> list[float]:
 @plots.styled
 def curves(study: Study, density: float) -> Figure:
     """Train loss by epoch, and against the bytes that a worker has sent: first of all methods, then of what might help
-    them. A row for every model and worker count."""
+    them, where that was tried. A row for every model and worker count."""
     settings = study.settings
     chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
     titles = [f"{which}, {against}" for which in COLUMNS for against in ("epoch by epoch", "by what is sent")]
     figure, axes = plots.panels(len(chosen), len(titles), 17, 3.3 * len(chosen) + 2.2, titles)
     for row, name in zip(axes, chosen, strict=True):
         for helped, (by_epoch, by_bytes) in enumerate(zip(row[::2], row[1::2], strict=True)):
+            if helped and not any(_helps(method) for method, _ in runs(settings, name)):
+                by_epoch.set_axis_off()
+                by_bytes.set_axis_off()
+                continue
             for cell in (reference(settings, name), name):
                 for method, sorter in runs(settings, cell):
                     if _belongs(method, sorter, bool(helped)):
@@ -79,7 +83,11 @@ def _belongs(method: str, sorter: str, helped: bool) -> bool:
     """Into a column of methods, or of what might help; what is helped is in both."""
     if sorter == BASELINE and method in (DENSE, OURS, TOPK):
         return True
-    return helped == bool(HELP & options_of(method)[1].keys())
+    return helped == _helps(method)
+
+
+def _helps(method: str) -> bool:
+    return bool(HELP & options_of(method)[1].keys())
 
 
 def _draw(by_epoch: Axes, by_bytes: Axes, rows: DataFrame, method: str, sorter: str) -> None:
