@@ -41,7 +41,7 @@ def name(row: dict) -> str:
 
 @plots.styled
 def links(device: str) -> Figure:
-    """Seconds per step against the speed of the links, one panel per model; dashed, with open dots: the lower density."""
+    """Seconds per step against the speed of the links, one panel per model; dashed, open dots: the lower density."""
     rows = measured(device, delay=0.0)
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plots.panels(1, len(models), 3.3 * len(models), 3.9)
