@@ -13,7 +13,7 @@ from cdgrab.runtime.connection import connect, launched_rank, launched_world_siz
 from cdgrab.runtime.ddp import BucketHook
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sparsify import ddp_hook, known_of_a_model, make_sparsifier
-from cdgrab.sparsify.sections import SectionedHook, sections_of
+from scripts.bench.sections import SectionedHook, sections_of
 
 VARIANTS = [
     ("dense", {}),
@@ -101,6 +101,17 @@ def loss_of(model, step, part, rank):
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
+def hook_of(model, name, sections=1, **options):
+    """Ours, or that of the benchmark, which sends sections early."""
+    if sections == 1:
+        return ddp_hook(model, name, density=0.05, **options)
+    processes = launched_world_size()
+    channel = WorkerGroup(processes, launched_rank(), processes).new_channel()
+    hook = SectionedHook(list(model.parameters()), name, channel, sections, density=0.05, **options)
+    hook.register(model)
+    return hook
+
+
 def trained_by_ddp(rank, name, options):
     """Two backward passes a step, the first under no_sync. Buckets are so small that there are several after the first
     step; the sizes of their parameters come back too."""
@@ -115,7 +126,7 @@ def trained_by_ddp(rank, name, options):
 
     def start():
         model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
-        hook = ddp_hook(model, name, density=0.05, **options)
+        hook = hook_of(model, name, **options)
         return model, hook, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
     kind.communicate = noted
@@ -178,11 +189,11 @@ def _power_sgd(states, bucket):
     return mean
 
 
-def trained_past_nan(rank, last, sections=1):
+def trained_past_nan(rank, last, **options):
     """Parameters after three steps by DDP. Before each, a gradient is not finite on rank `last` (None: never): all
     refuse it, and DDP goes on."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.004)
-    hook = ddp_hook(model, "exdyna", density=0.05, sections=sections)
+    hook = hook_of(model, "exdyna", **options)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(3):
         if last is not None:
@@ -280,7 +291,8 @@ def main(target):
         found["ddp", name, *options] = parameters, dict(stats), buckets
     if processes == 2:
         found["torch"] = [trained_by_torch(group.rank, *case) for case in PEERS]
-        found["past nan"] = [trained_past_nan(group.rank, *case) for case in ((None,), (1,), (None, 3), (1, 3))]
+        found["past nan"] = [trained_past_nan(group.rank, last) for last in (None, 1)]
+        found["past nan"] += [trained_past_nan(group.rank, last, sections=3) for last in (None, 1)]
         found["unused"] = [owed_to_unused(group, *case) for case in (("exdyna", False), ("topk", True))]
         found["different"] = [
             refusal_of_different_hooks(group.rank, name="topk", density=0.1 + group.rank / 10),

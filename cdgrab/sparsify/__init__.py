@@ -8,7 +8,7 @@ from math import prod
 
 from torch import nn
 
-from cdgrab.checks import count, look_up, refuse_unknown_options
+from cdgrab.checks import look_up, refuse_unknown_options
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.agreement import refuse_different_ranks
 from cdgrab.runtime.connection import one_worker_per_process
@@ -20,7 +20,6 @@ from cdgrab.sparsify.compressor import Compressor, Stats
 from cdgrab.sparsify.deft import DEFT
 from cdgrab.sparsify.exdyna import ExDyna, MiCRO
 from cdgrab.sparsify.peers import HalfPrecision, PowerSGD
-from cdgrab.sparsify.sections import Section, SectionedHook, sections_of
 from cdgrab.sparsify.sidco import SIDCo
 from cdgrab.sparsify.simple import CyclicLocalTopK, Dense, HardThreshold, TopK
 
@@ -89,34 +88,21 @@ class Hook(BucketHook):
         return self.sparsifier.stats
 
 
-def ddp_hook(
-    model: nn.Module, name: str, *, density: float = 0.01, sections: int = 1, **options
-) -> Hook | SectionedHook:
+def ddp_hook(model: nn.Module, name: str, *, density: float = 0.01, **options) -> Hook:
     """Let a DistributedDataParallel `model` average its gradients with the sparsifier of this name.
 
     Returns the hook, whose `stats`, `state_dict` and `load_state_dict` are those of its sparsifier. Residuals differ
     from rank to rank: every rank saves its own. For deft, the model's parameters are the layers.
 
-    sections: with more than one, the parameters are divided into so many sections with a sparsifier each, and those of
-    the last layers are sent while the backward pass still runs. This pays where the link takes long.
-
     If a gradient is not finite on some rank, the backward pass fails on all ranks with a NotFiniteError: `.grad` is
-    NaN, the residuals are unchanged, and training may continue after `zero_grad()`. (With several sections, what some
-    of them have sent by then is lost.)
+    NaN, the residuals are unchanged, and training may continue after `zero_grad()`.
     """
     if not callable(getattr(model, "register_comm_hook", None)):
         raise CdgrabError(f"ddp_hook needs a DistributedDataParallel model, got {type(model).__name__}")
-    count("sections", sections, 1)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     group = one_worker_per_process(model.process_group)
-    settings = {"name": name, "density": density, "sections": sections, "options": sorted(options.items())}
+    settings = {"name": name, "density": density, "options": sorted(options.items())}
     refuse_different_ranks(group, settings, "the same hook", parameters[0].device if parameters else "cpu")
-    options |= {"density": density}
-    if sections == 1:
-        hook = Hook(parameters, sparsifier_of(parameters, name, group, **options))
-    else:
-        group = group if parameters[0].is_cuda else group.new_channel()
-        parts = sections_of(parameters, sections)
-        hook = SectionedHook([Section(part, sparsifier_of(part, name, group, **options)) for part in parts])
+    hook = Hook(parameters, sparsifier_of(parameters, name, group, density=density, **options))
     hook.register(model)
     return hook

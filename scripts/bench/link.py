@@ -30,8 +30,8 @@ LINKS = {  # Gbit/s and ms one way, the fastest first: there the methods warm up
     "quick": ((1.0, 0.0),),
     "full": ((10.0, 0.0), (1.0, 0.0), (0.1, 0.0), (1.0, 0.1), (1.0, 1.0)),
 }
-SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 120.0}  # of all rounds over one link, but there are at least
-FEWEST = {"smoke": 1, "quick": 2, "full": 5}
+SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 60.0}  # of all rounds over one link, but there are at least
+FEWEST = {"smoke": 1, "quick": 2, "full": 4}
 MOST_ROUNDS, MOST_STEPS = 30, 8
 TURN_SECONDS = 0.3  # of DDP: short steps are measured several at a time
 

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cdgrab import OrderedBatchSampler
 from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.sparsify import Hook, sparsifier_of
-from cdgrab.sparsify.sections import Section, SectionedHook, sections_of
 from experiments.report.figures_link import ALONE, CD_GRAB, EARLY, EXDYNA, PLAIN, PUBLISHED
 from experiments.tasks.cifar10_models import ResNet18
 from experiments.tasks.lstm_wiki2 import TiedLstm
 from experiments.tasks.tiny_gpt2 import TinyGpt2
 from scripts.bench.models import Examples
+from scripts.bench.sections import SectionedHook
 
 BATCHES = 16  # of each process: an epoch of CD-GraB
 FIRST_STEPS = 3  # of every method before it is measured: in the first two PowerSGD sends everything
@@ -122,7 +122,9 @@ class Contender:
         self._training, self._hook, self._exchange = training, hook, exchange
 
     def begin(self) -> None:
+        """With a step that is not measured: others had the caches and the links before."""
         self._training.hook = self._hook
+        self._training.step(self._exchange)
 
     def step(self) -> None:
         self._training.step(self._exchange)
@@ -132,24 +134,22 @@ class Sparse(Contender):
     """sent: actual densities, step by step. working, selecting: seconds of a processor, for all that the hook does, and
     for selecting; neither counts waiting for others.
 
-    A threshold of the paper's kind would take hundreds of steps to get near the wanted density. So before every turn
-    there is a step that is not measured, in which the threshold is counted.
+    A threshold of the paper's kind would take hundreds of steps to get near the wanted density. So it is counted in the
+    step before every turn, which is not measured.
     """
 
     def __init__(self, training: Training, name: str, density: float) -> None:
-        parameters, self._published = list(training.model.parameters()), name == PUBLISHED
+        parameters, kind, group = list(training.model.parameters()), SPARSIFIERS[name], one_worker_per_process()
+        self._published = name == PUBLISHED
         options = {"density": density} | ({"rule": "paper", "threshold": "paper"} if self._published else {})
-        kind, number, group = SPARSIFIERS[name], SECTIONS.get(name, 1), one_worker_per_process()
-        if number == 1:
-            found = sparsifier_of(parameters, kind, group, **options)
-            self._hooked, self.sparsifiers = Hook(parameters, found), [found]
+        if name in SECTIONS:
+            self._hooked = SectionedHook(parameters, kind, group.new_channel(), SECTIONS[name], **options)
+            self.sparsifiers = self._hooked.sparsifiers
+            for section in self._hooked.sections:  # which a thread does
+                section.reduce = self._timed(section.reduce, "sending")
         else:
-            group = group.new_channel()
-            parts = sections_of(parameters, number)
-            sections = [Section(some, sparsifier_of(some, kind, group, **options)) for some in parts]
-            for section in sections:  # which a thread does
-                section.reduce = self._timed(section.reduce, "working")
-            self._hooked, self.sparsifiers = SectionedHook(sections), [section.sparsifier for section in sections]
+            self.sparsifiers = [sparsifier_of(parameters, kind, group, **options)]
+            self._hooked = Hook(parameters, *self.sparsifiers)
         for one in self.sparsifiers:
             one.prepare = self._timed(one.prepare, "selecting")
             one.select = self._timed(one.select, "selecting")
@@ -158,22 +158,22 @@ class Sparse(Contender):
 
     def forget(self) -> None:
         self.sent: list[float] = []
-        self.working = self.selecting = 0.0
+        self.working = self.sending = self.selecting = 0.0  # sending: in another thread
 
     def means(self) -> dict[str, float]:
         """Per step since `forget`."""
-        steps = len(self.sent)
-        by_step = {"hook_cpu_seconds": self.working / steps, "selecting_cpu_seconds": self.selecting / steps}
+        steps, working = len(self.sent), self.working + self.sending
+        by_step = {"hook_cpu_seconds": working / steps, "selecting_cpu_seconds": self.selecting / steps}
         return by_step | {"sent_density": sum(self.sent) / steps}
 
     def begin(self) -> None:
+        before = self.working, self.sending, self.selecting
+        if self._published:
+            self.sparsifiers[0].threshold = "counted"
         super().begin()
         if self._published:
-            before, found = (self.working, self.selecting), self.sparsifiers[0]
-            found.threshold = "counted"
-            super().step()
-            found.threshold = "paper"
-            self.working, self.selecting = before
+            self.sparsifiers[0].threshold = "paper"
+        self.working, self.sending, self.selecting = before
 
     def step(self) -> None:
         super().step()
