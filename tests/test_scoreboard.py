@@ -15,7 +15,7 @@ from experiments.report.judging import Claim, Evidence, judged
 from experiments.report.names import BASELINE, OURS
 from experiments.report.runs import Group
 from experiments.report.statistics import against, sign_p
-from experiments.report.study_claims import Studied
+from experiments.report.study_claims import EMBEDDING, EXDYNA, ONLINE, Studied, is_about_published_rules, with_lines
 from experiments.store.files import RESULTS
 from experiments.studies.verdicts import beside_all_seeds, judge
 
@@ -194,3 +194,24 @@ def test_a_claim_of_no_more_than_no_worse(tmp_path, monkeypatch, majority, verdi
     (row,) = [row for row in judged(curve_claims.better(runs)) if row.where.startswith("Table 1, SST-2")]
     assert row.verdict == verdict and "best epoch −0.03; at most 0.5 worse" in row.says
     assert f"80.02 and 80.10 %, the commoner class has {majority:.2f} %" in row.ours
+
+
+def test_claims_about_exdyna_are_about_its_published_rules_or_about_ours():
+    """Each line is in one of them, and none says that our rules are the published ones."""
+    published = [line for claim in with_lines(EXDYNA, is_about_published_rules) for line in claim.lines]
+    ours = [
+        line for claim in with_lines(EXDYNA, lambda line: not is_about_published_rules(line)) for line in claim.lines
+    ]
+    assert sorted(published + ours) == sorted(line for claim in EXDYNA for line in claim.lines)
+    assert all("ExDyna" in line and "published" not in line for line in ours if not line.startswith(EMBEDDING))
+    alone = {line for line in published if "as published" not in line}
+    assert {line.partition(":")[0] for line in alone} == {
+        "Top-k",
+        "LeNet-CIFAR-10, Top-k",
+        "LSTM-WikiText-2, Top-k",
+        "the paper's threshold",
+        "the paper rule loads workers more evenly than the static one",
+        "LeNet-CIFAR-10",  # the paper's rule loads workers more evenly
+    }
+    says = {claim.says for claim in with_lines(EXDYNA, lambda line: not is_about_published_rules(line))}
+    assert ONLINE not in says, "its own rule is not ours"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 VECTORS, FUNCTIONS, GRADIENTS = "random vectors", "made-up functions", "made-up gradients"
 SORTERS = ("CD-GraB", "ID-GraB (Bal)", "ID-GraB (PairBal)")
@@ -305,10 +306,17 @@ EXDYNA = tuple(  # real gradients below made-up ones, statement by statement
 )
 
 
+def with_lines(claims: tuple[Studied, ...], wanted: Callable[[str], bool]) -> Iterator[Studied]:
+    """The claims with those of their lines alone."""
+    for claim in claims:
+        if lines := tuple(filter(wanted, claim.lines)):
+            yield replace(claim, lines=lines)
+
+
 def is_about_published_rules(line: str) -> bool:
     """Whether a line about ExDyna says something about its published rules, or about others that it is better than; the
     rest is about ours."""
-    return AS_PUBLISHED in line or "the paper" in line or line.startswith("Top-k")
+    return AS_PUBLISHED in line or "the paper" in line or bool(re.search("(^|, )Top-k:", line))
 
 
 STUDIES = tuple(dict.fromkeys(claim.study for claim in (*FIGURE_10, *THEORY, *EXDYNA)))

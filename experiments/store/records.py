@@ -117,8 +117,10 @@ def environment() -> dict:
 
 def _gpus() -> list[str]:
     """The names of NVIDIA's, from its driver: to ask torch would start CUDA in processes that never need it."""
-    found = sorted(DRIVER.glob("gpus/*/information"))
-    return [line.partition(":")[2].strip() for path in found for line in path.read_text().splitlines()[:1]]
+    with contextlib.suppress(OSError):
+        found = sorted(DRIVER.glob("gpus/*/information"))
+        return [line.partition(":")[2].strip() for path in found for line in path.read_text().splitlines()[:1]]
+    return []
 
 
 def git_commit() -> str | None:
