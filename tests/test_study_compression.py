@@ -1,6 +1,7 @@
 """The study `compression`: its runs and bytes by hand, its verdicts on made-up results, and some of it, tiny."""
 
-from itertools import product
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -75,7 +76,8 @@ def test_results_are_kept_where_methods_and_models_are_added_and_refused_otherwi
     assert differing() == []
     assert differing(cells={"resnet18_8_tenth": {"methods": "few"}}) == []
     assert differing(models={"lstm": {"lr": 1.0}}) == []  # of which there are no results
-    assert differing(models={"resnet18": {"seeds": [3, 5]}}) == []
+    assert differing(models={"resnet18": {"seeds": [3, 5]}}) == differing(order_seeds={"lenet": [5, 20, 40]}) == []
+    assert differing(order_seeds={"lenet": 20}) == ["order_seeds"]
     for change in ({"lr": 1.0}, {"seeds": 5}):  # that somebody has looked before is not forgotten
         assert differing(models={"resnet18": change}) == ["models"]
     assert differing(cells={"resnet18_8_tenth": {"methods": "peers"}}) == ["cells"]
@@ -92,12 +94,12 @@ def test_results_are_kept_where_methods_and_models_are_added_and_refused_otherwi
 def made_up(settings, **losses):
     """Results of LeNet with 8 workers: these last losses by method, 1 where none is named; CD-GraB's are 10 % lower."""
     rows = []
-    for cell, seed in product(cells(settings), range(5)):
-        for method, sorter in runs(settings, cell):
-            last = losses.get(method, 1.0) * (0.9 if sorter == "cd_grab" else 1.0) * (1 + 0.02 * np.sin(seed))
-            key = {"cell": cell, "method": method, "sorter": sorter, "seed": seed}
-            key |= {"density": 0.02 if method in ("topk", PUBLISHED) else 0.0105, "imbalance": 0.1 + 0.001 * seed}
-            rows += [key | {"epoch": e, "train_loss": 4.0 if e < 15 else last + 1e-4 * seed} for e in range(31)]
+    for part in trainings(settings):
+        method, sorter, seed = (part.key[name] for name in ("method", "sorter", "seed"))
+        last = losses.get(method, 1.0) * (0.9 if sorter == "cd_grab" else 1.0) * (1 + 0.02 * np.sin(seed))
+        key = dict(part.key) | {"density": 0.02 if method in ("topk", PUBLISHED) else 0.0105}
+        key["imbalance"] = 0.1 + 0.001 * seed
+        rows += [key | {"epoch": e, "train_loss": 4.0 if e < 15 else last + 1e-4 * seed} for e in range(31)]
     return pd.DataFrame(rows)
 
 
@@ -169,11 +171,54 @@ def test_a_second_look_widens_intervals_of_its_model_alone(study):
     once = {v.claim: v for v in verdicts(table, settings)}
     settings.models.resnet18.seeds = [3, 5]
     for claim, verdict in ((v.claim, v) for v in verdicts(table, settings)):
-        assert verdict.seeds == 5
+        assert verdict.seeds == (20 if "CD-GraB" in claim else 5)
         if claim.startswith("ResNet"):
             assert np.isnan(verdict.p) or verdict.p == pytest.approx(min(1, 2 * once[claim].p))
         else:
             assert verdict == once[claim]
+
+
+def test_orders_have_more_seeds_and_nothing_else_sees_them(study):
+    settings = study.settings.copy()
+    settings.cells = {name: settings.cells[name] for name in ("lenet_8", "lenet_8_hundredth", "lstm_8")}
+    counted = Counter((p.key["cell"], p.key["method"], p.key["sorter"]) for p in trainings(settings))
+    for (cell, method, sorter), seeds in counted.items():
+        assert seeds == (20 if cell != "lstm_8" and method in ("dense", "exdyna") else 5)
+        assert (sorter == "d_rr") or (method in ("dense", "exdyna"))
+    table = made_up(settings, exdyna=1.4)
+    few = {v.claim: v for v in verdicts(table, OmegaConf.merge(settings, {"order_seeds": {"lenet": 5}}))}
+    worse = (table["sorter"] == "cd_grab") & (table["method"] == "exdyna") & (table["seed"] >= 5)
+    table.loc[worse, "train_loss"] *= 1.5  # 10 % lower on 5 seeds, 35 % higher on 15
+    changed = {claim: v for claim, v in ((v.claim, v) for v in verdicts(table, settings)) if v != few[claim]}
+    where = "LeNet-CIFAR-10, 8 workers"
+    gains = [f"{where}: CD-GraB ends lower than D-RR, dense"]
+    gains += [f"{where}, density 0.01: CD-GraB ends lower than D-RR, with ExDyna"]
+    gains += [f"{where}, density 0.01: four fifths of CD-GraB's gain are left with ExDyna"]
+    assert list(changed) == gains
+    assert [few[claim].answer for claim in gains] == ["holds"] * 3
+    assert [changed[claim].answer for claim in gains] == ["holds", "fails", "fails"]
+    told = [compression_figures.end_table(table[table["seed"] < most], settings) for most in (5, 20)]
+    assert told[0] == told[1]
+    settings.seeds = 2
+    assert {p.key["seed"] for p in trainings(settings)} == {0, 1}
+
+
+def test_what_orders_gain_is_drawn_by_density(study, monkeypatch):
+    some = replace(study, settings=study.settings.copy())
+    chosen = ("lenet_8", "lenet_8_thousandth", "lenet_8_tenth", "lstm_8", "resnet18_8")
+    some.settings.cells = {name: study.settings.cells[name] for name in chosen}
+    monkeypatch.setattr(base.Study, "table", made_up(some.settings, exdyna=1.4))
+    monkeypatch.setattr(base.Study, "caption", lambda self, seeds: f"{seeds} seeds")
+    figure = compression_figures.orders(some)
+    assert [panel.get_title() for panel in figure.axes] == ["LeNet-CIFAR-10, 8 workers", "LSTM-WikiText-2, 8 workers"]
+    ticks = [[label.get_text() for label in panel.get_xticklabels()] for panel in figure.axes]
+    assert ticks == [["dense", "0.1", "0.001"], ["dense"]]
+    dots = [line.get_ydata() for line in figure.axes[0].lines if line.get_marker() == "."]
+    assert [len(values) for values in dots] == [20] * 3
+    np.testing.assert_allclose([values.mean() for values in dots], 10, atol=0.1)
+    assert any(
+        "(5 of LSTM-WikiText-2)" in words.get_text() and "20 seeds" in words.get_text() for words in figure.texts
+    )
 
 
 def test_a_run_that_diverged_decides_nothing(study):

@@ -32,6 +32,8 @@ def differs(key: str, stored: dict, settings: dict) -> bool:
     before, now = stored[key], settings[key]
     if key == "seeds":
         return not _looks_again(before, now)
+    if key == "order_seeds":  # by model
+        return not all(_looks_again(looks, now.get(name, 1)) for name, looks in before.items())
     if key == "cells":
         usual = settings.get("usual", {}).get("arms", ())
         both = ((before[name], now[name]) for name in before.keys() & now.keys())

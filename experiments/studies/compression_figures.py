@@ -17,9 +17,13 @@ from experiments.studies.compression import (
     CORRECTED,
     SLOW,
     UNMASKED,
+    Losses,
     cell_label,
     cells,
+    compared,
     ends,
+    looks_at_orders,
+    ordered,
     reference,
     runs,
     seeds_of,
@@ -53,7 +57,7 @@ def densities(study: Study) -> list[float]:
 def curves(study: Study, density: float) -> Figure:
     """Train loss by epoch, and against the bytes that a worker has sent: first of all methods, then of what might help
     them, where that was tried. A row for every model and worker count."""
-    settings = study.settings
+    settings, table = study.settings, compared(study.table, study.settings)
     chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
     titles = [f"{which}, {against}" for which in COLUMNS for against in ("epoch by epoch", "by what is sent")]
     figure, axes = plots.panels(len(chosen), len(titles), 17, 3.3 * len(chosen) + 2.2, titles)
@@ -66,7 +70,7 @@ def curves(study: Study, density: float) -> Figure:
             for cell in (reference(settings, name), name):
                 for method, sorter in runs(settings, cell):
                     if _belongs(method, sorter, bool(helped)):
-                        rows = select(study.table, cell=cell, method=method, sorter=sorter)
+                        rows = select(table, cell=cell, method=method, sorter=sorter)
                         _draw(by_epoch, by_bytes, rows, method, sorter)
             by_epoch.set(xlabel="epoch", ylabel="full train loss")
             by_bytes.set(xlabel="bytes that a worker has sent", xscale="log")
@@ -77,6 +81,38 @@ def curves(study: Study, density: float) -> Figure:
     note = f"means over seeds that have not diverged{f' ({fewer})' * bool(fewer)}, from the first epoch on"
     title = f"Training with {density:g} of the gradient, against epochs and against bytes"
     return plots.finish(figure, title, f"{note} · {study.caption()}", entry=2.6)
+
+
+@plots.styled
+def orders(study: Study) -> Figure:
+    """What CD-GraB's orders gain, dense and with ExDyna at every density: a panel for every model and worker count."""
+    settings, losses = study.settings, ends(study.table, study.settings)
+    with_orders = [name for name in cells(settings) if ordered(settings, name)]
+    bases = [name for name in with_orders if reference(settings, name) == name]
+    figure, axes = plots.panels(1, max(1, len(bases)), 15, 3.6, [cell_label(settings, base) for base in bases])
+    for panel, base in zip(axes[0], bases, strict=False):
+        alike = sorted(
+            (name for name in with_orders if reference(settings, name) == base),
+            key=lambda name: -settings.cells[name].get("density", 1),
+        )
+        for place, name in enumerate(alike):
+            gain = Losses(losses, name, base).gain(DENSE if name == base else OURS)
+            value, style = estimate(gain), {"color": OWN_COLOURS[DENSE if name == base else OURS]}
+            label = "dense" if name == base else "ExDyna"
+            panel.plot([place + 0.14] * len(gain), gain, ".", ms=4, alpha=0.45, **style)
+            panel.errorbar(place, value.mean, [[value.mean - value.low], [value.high - value.mean]], fmt="o", ms=6,
+                           capsize=4, label=label, **style)  # fmt: skip
+        panel.axhline(0, color="0.6", lw=0.8)
+        ticks = [f"{settings.cells[name].density:g}" if name != base else "dense" for name in alike]
+        panel.set_xticks(range(len(alike)), ticks)
+        panel.set(xlabel="density", xlim=(-0.5, len(alike) - 0.5))
+    axes[0][0].set_ylabel("gain of CD-GraB's orders\nin % of D-RR's train loss")
+    seeds = {settings.models[settings.cells[name].model].label: looks_at_orders(settings, name)[-1] for name in bases}
+    most = max(seeds.values(), default=study.seeds)
+    fewer = ", ".join(f"{count} of {label}" for label, count in seeds.items() if count < most)
+    note = f"means, 95 % intervals and every seed{f' ({fewer})' * bool(fewer)}"
+    title = "Does CD-GraB's gain survive sparse gradients?"
+    return plots.finish(figure, title, f"{note} · {study.caption(most)}")
 
 
 def _belongs(method: str, sorter: str, helped: bool) -> bool:
@@ -110,7 +146,8 @@ def _line(method: str, sorter: str) -> dict:
 @text.table
 def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """In random orders: losses as multiples of the dense one, and what is sent for them, by density."""
-    losses, own = ends(table, settings), settings.cells
+    table, own = compared(table, settings), settings.cells
+    losses = ends(table, settings)
     falling = sorted({own[name].get("density", 1) for name in cells(settings)}, reverse=True)
     for base in (name for name in cells(settings) if "density" not in own[name]):
         alike = {own[name].get("density", 1): name for name in cells(settings) if reference(settings, name) == base}
@@ -134,6 +171,7 @@ def _end(table: DataFrame, losses: Series, name: str, method: str, base: str) ->
 @text.table
 def end_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """Where every run ended, and what it sent."""
+    table = compared(table, settings)
     losses, last = ends(table, settings), ends(table, settings, last=True)
     for name in cells(settings):
         base = reference(settings, name), DENSE, BASELINE
