@@ -64,6 +64,13 @@ def test_settling_times_by_hand():
     assert sparsification_real.settling_time(rows, 0, 30)[0] == 30  # never: all of the time
 
 
+WORDS = (
+    "ExDyna: actual density / target with 2 to 64",
+    "published: actual density / target with 2 to 64",
+    "grows from",
+)
+
+
 def test_claims_are_judged_on_made_up_results():
     own = {"workers": 2, "iterations": 330, "methods": [OURS, PUBLISHED, "micro"], "crowds": [2, 64]}
     own |= {"crowd_methods": ["topk", OURS, PUBLISHED], "crowd_iterations": 10, "timed_workers": [8]}
@@ -75,18 +82,24 @@ def test_claims_are_judged_on_made_up_results():
             for start in range(0, 330, 5):
                 key = {"measure": "real density", "method": method, "seed": seed, "iteration": start}
                 rows.append(key | {"error": error + noise, "near": error < 0.1, "imbalance": imbalance + noise})
-        for method, ratio in (("topk", 20), (OURS, 1.0), (PUBLISHED, 7.0)):
-            key = {"measure": "real build-up", "method": method, "seed": seed, "workers": 64}
-            rows += [key | {"iteration": start, "ratio": ratio + noise, "error": ratio - 1 + noise} for start in (0, 5)]
+        for method, *ratios in (("topk", 1.9, 20), (OURS, 1.02, 1.0), (PUBLISHED, 7.0, 1.0)):  # with 2 and 64 workers
+            for workers, ratio in zip((2, 64), ratios, strict=True):
+                key = {"measure": "real build-up", "method": method, "seed": seed, "workers": workers}
+                key |= {"ratio": ratio + noise, "error": ratio - 1 + noise}
+                rows += [key | {"iteration": start} for start in (0, 5)]
         times = {"topk": 9.0 + noise, OURS: 2.0, PUBLISHED: 1.0}
         key = {"measure": "real time", "seed": seed, "workers": 8}
         rows += [key | {"timed": method, "selection": time} for method, time in times.items()]
     found = list(sparsification_real.verdicts(pd.DataFrame(rows).assign(task="cifar10"), settings))
     assert [verdict.answer for verdict in found] == [
         *("holds", "fails", "holds"),  # density
-        *("holds", "fails", "holds"),  # build-up
+        *("holds", "fails", "holds", "holds"),  # build-up: within the target; Top-k's is large, and grows
         *("holds", "fails") * 2,  # thresholds, at the start and after the drop
         *("holds", "fails", "holds"),  # loads
         *("fails", "holds"),  # time
+    ]
+    held, left, grows = ({v.claim: v.note for v in found if words in v.claim} for words in WORDS)
+    assert [note.split(";")[0] for notes in (held, left, grows) for note in notes.values()] == [
+        *("2 workers", "2 workers", "ratio from 2 to 64 workers")
     ]
     assert all(verdict.seeds == 3 and not verdict.needs_seeds for verdict in found)

@@ -126,6 +126,11 @@ NEAR_OPTIMAL = "a worker selects from its share of the coordinates alone: near-o
 REACHES = "at a low density models reach the loss of dense training"
 NO_HIGHER = "at the same density it ends no higher than Top-k"
 OWN, AS_PUBLISHED = "ExDyna", "ExDyna as published"
+AT_EVERY_COUNT = "actual density / target with 2 to 64 workers"
+BUILD_UP = (
+    "actual density / target with 64 workers",
+    "actual density grows from every number of workers to the next, 2 to 64",
+)
 TRAINED = (("LeNet-CIFAR-10", "CIFAR-10"), ("LSTM-WikiText-2", "WikiText-2"))
 RESNET = "ResNet-18-CIFAR-10"
 DATA = dict(TRAINED) | {RESNET: "CIFAR-10"}
@@ -183,10 +188,10 @@ ON_REAL_GRADIENTS = (
         )
         for of in TRAINED
     ),
-    _real("build-up", EXCLUSIVE, *TRAINED[0], *_each("actual density / target with 64 workers")),
-    _real("build-up", EXCLUSIVE, *TRAINED[1], *_each("actual density / target with 64 workers", OWN)),
+    _real("build-up", EXCLUSIVE, *TRAINED[0], *_each(AT_EVERY_COUNT)),
+    _real("build-up", EXCLUSIVE, *TRAINED[1], *_each(AT_EVERY_COUNT, OWN)),
     *(
-        _real("build-up", "with Top-k it does", *of, *_each("actual density / target with 64 workers", "Top-k"))
+        _real("build-up", "with Top-k it does", *of, *(line for what in BUILD_UP for line in _each(what, "Top-k")))
         for of in TRAINED
     ),
     *(_real("imbalance", EVEN, *of, *_each("imbalance")) for of in TRAINED),
@@ -232,14 +237,14 @@ ON_MADE_UP_AND_IN_TRAINING = (
         "build-up",
         EXCLUSIVE,
         "sparsification",
-        ("ExDyna: actual density / target with 64 workers",),
+        (f"ExDyna: {AT_EVERY_COUNT}",),
         GRADIENTS,
     ),
     Studied(
         "build-up",
         "with Top-k it does",
         "sparsification",
-        ("Top-k: actual density / target with 64 workers",),
+        tuple(f"Top-k: {what}" for what in BUILD_UP),
         GRADIENTS,
     ),
     Studied(

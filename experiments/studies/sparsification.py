@@ -182,11 +182,12 @@ def _holds(rows: DataFrame, density: float, workers: int) -> Iterator[Verdict]:
 
 
 def _build_up(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:
-    most, density = max(settings.crowds), settings.densities[0]
-    for method, limits in ((OURS, {"most": 1.1}), (TOPK, {"least": 2.0})):
-        rows = select(table, measure="build-up", method=method, workers=most, target=density)
-        words = f"{method_label(method)}: actual density / target with {most} workers"
-        yield judge(words, settled_mean(rows, "ratio"), settled_window(rows), **limits)
+    for method in (OURS, TOPK):
+        rows = select(table, measure="build-up", method=method, target=settings.densities[0])
+        by_workers = {workers: settled_mean(select(rows, workers=workers), "ratio") for workers in settings.crowds}
+        yield from sparsification_real.build_up(
+            method_label(method), by_workers, settled_window(rows), grows=method == TOPK
+        )
 
 
 def _balance(table: DataFrame, settings: DictConfig) -> Iterator[Verdict]:

@@ -3,9 +3,9 @@ their training. Density, build-up, thresholds, balance and the time of selecting
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from omegaconf import DictConfig
@@ -14,7 +14,7 @@ from experiments.report.kinds import DataFrame, Series
 from experiments.studies.parts import Part
 from experiments.studies.real_gradients import WINDOW, density, run_of, selection_seconds
 from experiments.studies.sparsifiers import CLOSE, OURS, PUBLISHED, TOPK, method_label, part_key, task_label
-from experiments.studies.verdicts import Verdict, judge, repeated, select
+from experiments.studies.verdicts import Verdict, judge, judge_every, repeated, select
 
 LONG, CROWDS, TIME = "real density", "real build-up", "real time"  # measures
 MICRO = "micro"
@@ -99,15 +99,28 @@ def _holds(rows: DataFrame, task: str, own: DictConfig) -> Iterator[Verdict]:
 
 
 def _builds_up(rows: DataFrame, task: str, own: DictConfig) -> Iterator[Verdict]:
-    limits = {OURS: {"most": 1.1}, PUBLISHED: {"most": 1.1}, TOPK: {"least": 2.0}}
-    most = max(own.crowds)
-    for method in (method for method in limits if method in own.crowd_methods):
-        some = select(rows, measure=CROWDS, method=method, workers=most)
+    for method in (method for method in (OURS, PUBLISHED, TOPK) if method in own.crowd_methods):
+        some = select(rows, measure=CROWDS, method=method)
+        by_workers = {workers: later_half(select(some, workers=workers), "ratio") for workers in own.crowds}
         note = f"the last half of {own.crowd_iterations} iterations"
         if method == PUBLISHED:
             note += "; selections never overlap: it is the threshold that does not fit"
-        words = f"{task_label(task)}, {method_label(method)}: actual density / target with {most} workers"
-        yield judge(words, later_half(some, "ratio"), note, **limits[method])
+        where = f"{task_label(task)}, {method_label(method)}"
+        yield from build_up(where, by_workers, note, grows=method == TOPK)
+
+
+def build_up(where: str, by_workers: Mapping[int, Series], note: str, grows: bool) -> Iterator[Verdict]:
+    """Judge actual densities over the target, by the number of workers: they are to grow with them, or not to leave the
+    target."""
+    fewest, most = min(by_workers), max(by_workers)
+    if not grows:
+        words = f"{where}: actual density / target with {fewest} to {most} workers"
+        yield judge_every(words, by_workers, f"{{cell}} workers; {note}", most=1.1)
+        return
+    yield judge(f"{where}: actual density / target with {most} workers", by_workers[most], note, least=2.0)
+    growth = {f"{before} to {after}": by_workers[after] / by_workers[before] for before, after in pairwise(by_workers)}
+    words = f"{where}: actual density grows from every number of workers to the next, {fewest} to {most}"
+    yield judge_every(words, growth, f"ratio from {{cell}} workers; {note}", least=1.0)
 
 
 def _settles(rows: DataFrame, task: str, own: DictConfig) -> Iterator[Verdict]:
