@@ -3,13 +3,13 @@ depends on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig
 
 from experiments.studies.verdicts import looks_of
 
-ADDED_TO = ("sorters", "references", "sparse", "few", "plain", "peers")  # settings: lists of what is trained with
+ADDED_TO = ("sorters", "references", "controls", "sparse", "few", "plain", "peers")  # lists of what is trained with
 
 
 def known_cells(manifest: dict) -> dict:
@@ -65,7 +65,11 @@ def _has_all_of(before: dict, now: dict, usual: Sequence[str]) -> bool:
 
 
 def _has_methods(before: dict, now: dict, stored: dict, settings: dict) -> bool:
-    """Whether a cell has the methods that it had; each names a list of them, unless it has the usual ones."""
-    if "methods" not in before or "methods" not in now:
-        return "methods" not in before and "methods" not in now
-    return set(stored[before["methods"]]) <= set(settings[now["methods"]])
+    """Whether a cell has the methods that it had."""
+    had, has = (settings_of.get(methods_name(own), ()) for own, settings_of in ((before, stored), (now, settings)))
+    return set(had) <= set(has)
+
+
+def methods_name(own: Mapping) -> str:
+    """The setting that lists the methods of a cell."""
+    return own.get("methods", "sparse" if "density" in own else "references")
