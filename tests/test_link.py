@@ -145,6 +145,25 @@ def test_the_table_of_the_documentation_names_the_same_winners(results):
     assert slow[4:] == [f"ExDyna, 0.001: 0.5 s, 4 times as fast as DDP {alike}", "0.5 s", "2.5 s", "1.4 at 0.01"]
 
 
+def test_a_winner_that_was_helped_is_said_to_be(results):
+    rows = [made_up("no exchange", None, 0.3), made_up("DDP", None, 2.0), made_up("CD-GraB", None, 2.5)]
+    rows += [made_up("ExDyna as published", density, 0.4) for density in (0.01, 0.001)]
+    rows += [made_up("ExDyna", 0.001, 0.8), made_up("MiCRO", 0.01, 0.1) | {"sent_density": 0.008}]
+    bench_results.write("link", "cpu", rows, {"size": "full", "ended": "2026", "commit": "abc"})
+    helped = "ExDyna as published, 0.01, 0.4 s a step, 5 times as fast as DDP (not told apart from it: ExDyna as "
+    unaided = (
+        "the fastest without a threshold counted beforehand is ExDyna, 0.001, 0.8 s a step, 2.5 times as fast as DDP"
+    )
+    (sentence,) = figures_link.winners("cpu")
+    assert helped in sentence and sentence.endswith(f"; {unaided}.") and unaided in figures_link.fastest()
+
+
+def test_who_sends_too_little_is_crossed_out(results):
+    panel = figures_link.links("cpu").axes[0]
+    (crosses,) = (line for line in panel.lines if line.get_marker() == "x")
+    assert crosses.get_xydata().tolist() == [[1.0, 0.1]]  # MiCRO
+
+
 def test_what_was_wanted_of_exdyna_is_answered(results):
     ((what, wanted, found),) = figures_link.sought()
     assert what.startswith("a step of transformer (25 M parameters) over 1 Gbit/s with ExDyna at 0.001")

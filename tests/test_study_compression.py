@@ -207,6 +207,10 @@ def test_orders_have_more_seeds_and_nothing_else_sees_them(study):
     assert {p.key["seed"] for p in trainings(settings)} == {0, 1}
 
 
+def rows_of(table, study):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(study).splitlines()[2:]]
+
+
 def test_what_orders_gain_is_drawn_by_density(study, monkeypatch):
     some = replace(study, settings=study.settings.copy())
     chosen = ("lenet_8", "lenet_8_thousandth", "lenet_8_tenth", "lstm_8", "resnet18_8")
@@ -220,6 +224,19 @@ def test_what_orders_gain_is_drawn_by_density(study, monkeypatch):
     dots = [line.get_ydata() for line in figure.axes[0].lines if line.get_marker() == "."]
     assert [len(values) for values in dots] == [20] * 3
     np.testing.assert_allclose([values.mean() for values in dots], 10, atol=0.1)
+    answers = {v.claim: v for v in verdicts(some.table, some.settings)}
+    monkeypatch.setattr(compression_figures, "verdicts", lambda study: answers.values())
+    lenet, lstm = rows_of(compression_figures.order_table, some)
+    assert lenet[:2] == ["LeNet-CIFAR-10, 8 workers", "20"]
+    assert lstm == ["LSTM-WikiText-2, 8 workers", "5", lstm[2], "", ""]
+    for cell in lenet[2:]:
+        assert float(cell.split()[0]) == pytest.approx(10, abs=0.1) and cell.endswith("] %, holds")
+    ours, published = rows_of(compression_figures.density_table, some)
+    assert [row[1] for row in (ours, published)] == ["ExDyna", "ExDyna as published"]
+    assert ours[2:] == [
+        "89 %, fails; imbalance 0.102, holds",
+        "9.5e+02 %, fails; imbalance 0.102, holds",
+    ]  # it is 0.0105
     assert any(
         "(5 of LSTM-WikiText-2)" in words.get_text() and "20 seeds" in words.get_text() for words in figure.texts
     )

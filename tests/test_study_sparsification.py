@@ -84,6 +84,7 @@ def test_times_are_those_of_selecting():
     found = selection_seconds(["exdyna", "topk"], 4, 0.01, 50_000, seed=0)
     assert found["timed"] == ["exdyna", "topk"] and min(found["selection"]) > 0
     assert 1 <= found["longest"][0] < 4 and found["longest"][1] is None
+    assert 0.8 < found["ratio"][0] < 1.2 and found["ratio"][1] == 1  # workers have the same gradient: no build-up
 
 
 @pytest.mark.parametrize(("ratio", "answer"), [(1.05, "holds"), (1.2, "fails")])

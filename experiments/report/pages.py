@@ -59,24 +59,24 @@ def cifar10() -> str:
 
 def scoreboard() -> str:
     """How many rows of PAPER.md have which verdict."""
-    return _first_table(RESULTS / "PAPER.md")
+    return _table(RESULTS / "PAPER.md")
 
 
-def study(name: str) -> str:
-    """The first table of a study."""
-    return _first_table(next((RESULTS / "figures").glob(f"study_{name}-*.md")))
+def study(name: str, which: int = 0) -> str:
+    """A table of a study."""
+    return _table(next((RESULTS / "figures").glob(f"study_{name}-*.md")), which)
 
 
-def _first_table(path: Path) -> str:
-    lines = path.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
-    return "\n".join(lines[first : lines.index("", first)])
+def _table(path: Path, which: int = 0) -> str:
+    return [block for block in path.read_text().split("\n\n") if block.startswith("|")][which]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "lr-hmda": hmda,
     "cifar10": cifar10,
     "compression": partial(study, "compression"),
+    "compression-orders": partial(study, "compression", 1),
+    "compression-density": partial(study, "compression", 2),
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,

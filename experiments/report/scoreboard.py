@@ -41,9 +41,10 @@ The rules, here and everywhere:
 - Differences are paired by seed: the same data, split and starting weights, only the order differs.
 - ± is the sample's standard deviation over seeds. The paper's is the population's, and is converted.
 - Intervals are 95 % ones, by Student's t. A study that looks several times while it adds seeds has wider ones: 97.5 %
-  with two looks (sparsification), 98.3 % with three (herding), 98.75 % with four. Its claims keep the answer of the
-  first look that decides them, whose numbers are in [STUDIES.md](STUDIES.md); numbers here are those of all seeds that
-  there are by now. Below three seeds there is neither ±, nor an interval, nor a p value.
+  with two looks (sparsification; what orders gain in compression), 98.3 % with three (herding), 98.75 % with four.
+  Its claims keep the answer of the first look that decides them, whose numbers are in [STUDIES.md](STUDIES.md);
+  numbers here are those of all seeds that there are by now. Below three seeds there is neither ±, nor an interval,
+  nor a p value.
 - p values are two-sided, and adjusted (Holm) for all tests of one kind, metric and rival in one figure. Where a claim
   has a limit (at most 0.5 points worse, at most {NEGLIGIBLE:g} times as long), p is about that limit, not about 0 or 1.
 - Seconds count only of runs that had their machine for themselves: one run at a time, on a GPU or a CPU, and not

@@ -48,6 +48,7 @@ EVEN = 0.2  # imbalance of the workers' loads
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes
+DENSITY_ERROR, IMBALANCE = "relative error of the density, mean over the epochs", "imbalance, mean over the epochs"
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
@@ -276,18 +277,21 @@ def _selected(where: str, rows: DataFrame, method: str, settings: DictConfig) ->
     density = settings.cells[rows["cell"].iloc[0]].density
     error = (rows["density"] / density - 1).abs().groupby(rows["seed"]).mean()
     words = f"{where}, {method_label(method)}"
-    yield judge(f"{words}: relative error of the density, mean over the epochs", error, most=CLOSE)
-    yield judge(f"{words}: imbalance, mean over the epochs", rows.groupby("seed")["imbalance"].mean(), most=EVEN)
+    yield judge(f"{words}: {DENSITY_ERROR}", error, most=CLOSE)
+    yield judge(f"{words}: {IMBALANCE}", rows.groupby("seed")["imbalance"].mean(), most=EVEN)
 
 
 def _orders(settings: DictConfig, losses: Losses) -> Iterator[Verdict]:
     """Whether CD-GraB's orders gain anything in a cell, and whether sparse gradients leave it what it gains without."""
     where, with_orders = cell_label(settings, losses.cell), ordered(settings, losses.cell)
     of, note = "gain in % of D-RR's loss", "in dense training no gain is shown"
-    method, how = (DENSE, "dense") if losses.cell == losses.reference else (OURS, "with ExDyna")
+    method = DENSE if losses.cell == losses.reference else OURS
     if method in with_orders:
-        words = f"{where}: CD-GraB ends lower than D-RR, {how}"
-        yield judge(words, losses.gain(method), of, least=0.0, margin=SAME_LOSS)
+        yield judge(gains_claim(where, method), losses.gain(method), of, least=0.0, margin=SAME_LOSS)
     if method == OURS and {OURS, DENSE} <= set(with_orders):
         words = f"{where}: four fifths of CD-GraB's gain are left with ExDyna"
         yield keeps(words, losses.gain(OURS), losses.gain(DENSE), note)
+
+
+def gains_claim(where: str, method: str) -> str:
+    return f"{where}: CD-GraB ends lower than D-RR, {'dense' if method == DENSE else 'with ExDyna'}"

@@ -11,10 +11,13 @@ from experiments.report.kinds import Axes, DataFrame, Figure, Series
 from experiments.report.names import BASELINE, LOSS, sorter_label
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
+from experiments.studies.collection import verdicts
 from experiments.studies.compression import (
     BOTH,
     CALM,
     CORRECTED,
+    DENSITY_ERROR,
+    IMBALANCE,
     SLOW,
     UNMASKED,
     Losses,
@@ -22,6 +25,7 @@ from experiments.studies.compression import (
     cells,
     compared,
     ends,
+    gains_claim,
     looks_at_orders,
     ordered,
     reference,
@@ -87,14 +91,9 @@ def curves(study: Study, density: float) -> Figure:
 def orders(study: Study) -> Figure:
     """What CD-GraB's orders gain, dense and with ExDyna at every density: a panel for every model and worker count."""
     settings, losses = study.settings, ends(study.table, study.settings)
-    with_orders = [name for name in cells(settings) if ordered(settings, name)]
-    bases = [name for name in with_orders if reference(settings, name) == name]
+    bases = {base: alike for base, alike in _by_density(settings).items() if ordered(settings, base)}
     figure, axes = plots.panels(1, max(1, len(bases)), 15, 3.6, [cell_label(settings, base) for base in bases])
-    for panel, base in zip(axes[0], bases, strict=False):
-        alike = sorted(
-            (name for name in with_orders if reference(settings, name) == base),
-            key=lambda name: -settings.cells[name].get("density", 1),
-        )
+    for panel, (base, alike) in zip(axes[0], bases.items(), strict=False):
         for place, name in enumerate(alike):
             gain = Losses(losses, name, base).gain(DENSE if name == base else OURS)
             value, style = estimate(gain), {"color": OWN_COLOURS[DENSE if name == base else OURS]}
@@ -110,9 +109,17 @@ def orders(study: Study) -> Figure:
     seeds = {settings.models[settings.cells[name].model].label: looks_at_orders(settings, name)[-1] for name in bases}
     most = max(seeds.values(), default=study.seeds)
     fewer = ", ".join(f"{count} of {label}" for label, count in seeds.items() if count < most)
-    note = f"means, 95 % intervals and every seed{f' ({fewer})' * bool(fewer)}"
+    note = f"means, 95 % intervals (one by one, not adjusted) and every seed{f' ({fewer})' * bool(fewer)}"
     title = "Does CD-GraB's gain survive sparse gradients?"
     return plots.finish(figure, title, f"{note} · {study.caption(most)}")
+
+
+def _by_density(settings: DictConfig) -> dict[str, list[str]]:
+    """By the cell that they are compared with: the cells of a model with so many workers, whole gradients first."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(cells(settings), key=lambda name: -settings.cells[name].get("density", 1)):
+        found.setdefault(reference(settings, name), []).append(name)
+    return {base: found[base] for base in cells(settings) if base in found}
 
 
 def _belongs(method: str, sorter: str, helped: bool) -> bool:
@@ -166,6 +173,56 @@ def _end(table: DataFrame, losses: Series, name: str, method: str, base: str) ->
     ratio = losses.loc[(name, method, BASELINE)] / losses.loc[(base, DENSE, BASELINE)]
     sent = select(table, cell=name, method=method, sorter=BASELINE).groupby("seed")["sent"].max().mean() / 1e6
     return f"{estimate(ratio)}, {sent:,.0f} MB"
+
+
+@text.table
+def order_table(study: Study) -> Iterator[dict[str, str]]:
+    """What CD-GraB's orders gain, with the verdicts."""
+    settings, losses, answers = study.settings, ends(study.table, study.settings), _answers(study)
+    for base, alike in _by_density(settings).items():
+        if ordered(settings, base):
+            row = {"": cell_label(settings, base), "seeds": str(looks_at_orders(settings, base)[-1])} | _columns(
+                settings
+            )
+            for name in alike:
+                method = DENSE if name == base else OURS
+                gain, claim = Losses(losses, name, base).gain(method), gains_claim(cell_label(settings, name), method)
+                row[_column(settings, name)] = f"{estimate(gain)} %, {answers[claim]}"
+            yield row
+
+
+@text.table
+def density_table(study: Study) -> Iterator[dict[str, str]]:
+    """How far off the density is over a whole training, and how uneven the workers' loads are, with the verdicts."""
+    settings, answers = study.settings, _answers(study)
+    table = compared(study.table, settings)
+    table = table[table["epoch"] > 0]
+    for base, alike in _by_density(settings).items():
+        for method in (OURS, PUBLISHED):
+            row = {"": cell_label(settings, base), "method": method_label(method)} | _columns(settings, whole=False)
+            there = [name for name in alike if name != base and (method, BASELINE) in runs(settings, name)]
+            for name in there:
+                rows = select(table, cell=name, method=method, sorter=BASELINE)
+                error = 100 * (rows["density"] / settings.cells[name].density - 1).abs().mean()
+                where = f"{cell_label(settings, name)}, {method_label(method)}"
+                even = f"imbalance {rows['imbalance'].mean():.3g}, {answers[f'{where}: {IMBALANCE}']}"
+                row[_column(settings, name)] = f"{error:.2g} %, {answers[f'{where}: {DENSITY_ERROR}']}; {even}"
+            if there:
+                yield row
+
+
+def _answers(study: Study) -> dict[str, str]:
+    return {verdict.claim: verdict.answer for verdict in verdicts(study)}
+
+
+def _columns(settings: DictConfig, whole: bool = True) -> dict[str, str]:
+    """Empty ones, as the densities fall."""
+    falling = sorted(cells(settings), key=lambda name: -settings.cells[name].get("density", 1))
+    return {_column(settings, name): "" for name in falling if whole or "density" in settings.cells[name]}
+
+
+def _column(settings: DictConfig, name: str) -> str:
+    return f"density {settings.cells[name].density:g}" if "density" in settings.cells[name] else "whole gradients"
 
 
 @text.table

@@ -231,15 +231,15 @@ def _spelt(times: Series, length: int) -> str:
 def _cheaper(table: DataFrame, workers: int, settings: DictConfig) -> Iterator[Verdict]:
     """For the mean worker and for the slowest one: the exchange waits for all."""
     rows = select(table, measure="time", workers=workers)
-    longest = rows.set_index("timed")["longest"][OURS]
+    means = select(rows, timed=OURS)[["longest", "ratio"]].mean()
     notes = {
         "selection": f"{settings.timed_dim:,} coordinates, mean over workers",
-        "slowest": f"ExDyna's longest partition is {longest.mean():.2f} of the mean one",
+        "slowest": "ExDyna's longest partition is {longest:.2f} of the mean one, its density {ratio:.3f} of the target",
     }
     for column, whose in (("selection", "a worker"), ("slowest", "the slowest worker")):
         times = rows.pivot(index="seed", columns="timed", values=column)
         words = f"selecting: Top-k's time / ExDyna's for {whose} of {workers}, one core"
-        yield judge(words, times[TOPK] / times[OURS], notes[column], least=CHEAPER)
+        yield judge(words, times[TOPK] / times[OURS], notes[column].format(**means), least=CHEAPER)
 
 
 def _fewer_bytes(table: DataFrame, settings: DictConfig) -> Verdict:

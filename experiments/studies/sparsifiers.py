@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 import yaml
 from torch import Tensor
 
@@ -128,7 +129,7 @@ def selection_seconds(methods: list[str], workers: int, density: float, dim: int
 
     The workers select one after the other from the same gradient. `selection`: the mean over those that select
     anything; `slowest`: the time of the slowest worker, for which the others wait. `longest`: the length of the longest
-    partition, as a multiple of the mean, if there are partitions.
+    partition, as a multiple of the mean, if there are partitions. `ratio`: actual density over the wanted one.
     """
     return timed_selection(methods, LayeredGradients(1, dim, seed)().expand(workers, dim), density)
 
@@ -150,6 +151,7 @@ def timed_selection(methods: list[str], rows: Tensor, density: float) -> dict[st
         "selection": significant(medians.sum(1) / selecting, 4),
         "slowest": significant(medians.max(1), 4),
         "longest": [_longest_partition(sparsifier) for sparsifier in ready],
+        "ratio": significant([len(torch.cat(s.selected).unique()) / (density * dim) for s in ready], 4),
     }
 
 
