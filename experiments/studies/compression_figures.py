@@ -39,7 +39,6 @@ from experiments.studies.verdicts import select
 OWN_COLOURS = COLOURS | {"fp16": "#8a8a8a", "powersgd": "#8c6d46", PUBLISHED: "#e08a86", FORGETFUL: "#d66bb0"}
 OWN_COLOURS |= {OURS + CALM: "#5b2a86", OURS + CALM + SLOW: "#5b2a86", OURS + SLOW: "#c2459a"}
 OWN_COLOURS |= {CORRECTED: "#e07b39", BOTH: "#e07b39", UNMASKED: "#8c5a2b"}
-COLUMNS = ("methods", "what might help")  # pairs of them
 HELP = {"momentum", "momentum_correction", "rate", "warm_up"}  # options
 DASHES = {  # strokes and gaps, by option
     "momentum": (1, 1.2),
@@ -59,27 +58,26 @@ def densities(study: Study) -> list[float]:
 
 @plots.styled
 def curves(study: Study, density: float) -> Figure:
-    """Train loss by epoch, and against the bytes that a worker has sent: first of all methods, then of what might help
-    them, where that was tried. A row for every model and worker count."""
+    """Train loss by epoch, and against the bytes that a worker has sent: two panels for every model and worker count,
+    and two more for what might help the methods, where that was tried."""
     settings, table = study.settings, compared(study.table, study.settings)
     chosen = [name for name in cells(settings) if settings.cells[name].get("density") == density]
-    titles = [f"{which}, {against}" for which in COLUMNS for against in ("epoch by epoch", "by what is sent")]
-    figure, axes = plots.panels(len(chosen), len(titles), 17, 3.3 * len(chosen) + 2.2, titles)
-    for row, name in zip(axes, chosen, strict=True):
-        for helped, (by_epoch, by_bytes) in enumerate(zip(row[::2], row[1::2], strict=True)):
-            if helped and not any(_helps(method) for method, _ in runs(settings, name)):
-                by_epoch.set_axis_off()
-                by_bytes.set_axis_off()
-                continue
-            for cell in (reference(settings, name), name):
-                for method, sorter in runs(settings, cell):
-                    if _belongs(method, sorter, bool(helped)):
-                        rows = select(table, cell=cell, method=method, sorter=sorter)
-                        _draw(by_epoch, by_bytes, rows, method, sorter)
-            by_epoch.set(xlabel="epoch", ylabel="full train loss")
-            by_bytes.set(xlabel="bytes that a worker has sent", xscale="log")
-            plots.whole_numbers(by_epoch.xaxis, 6)
-        row[0].set_ylabel(cell_label(settings, reference(settings, name)) + "\nfull train loss")
+    helped = {name: any(_helps(method) for method, _ in runs(settings, name)) for name in chosen}
+    drawn = [(name, remedies) for name in chosen for remedies in ((False, True) if helped[name] else (False,))]
+    rows = -(-len(drawn) // 2)
+    figure, axes = plots.panels(rows, 4 if len(drawn) > 1 else 2, 17 if len(drawn) > 1 else 9, 3.3 * rows + 2.2)
+    panels = axes.flatten()
+    for panel in panels[2 * len(drawn) :]:
+        panel.set_axis_off()
+    for (name, remedies), by_epoch, by_bytes in zip(drawn, panels[::2], panels[1::2], strict=False):
+        for cell in (reference(settings, name), name):
+            for method, sorter in runs(settings, cell):
+                if _belongs(method, sorter, remedies):
+                    _draw(by_epoch, by_bytes, select(table, cell=cell, method=method, sorter=sorter), method, sorter)
+        by_epoch.set_title(cell_label(settings, reference(settings, name)) + ": what might help" * remedies)
+        by_epoch.set(xlabel="epoch", ylabel="full train loss")
+        by_bytes.set(xlabel="bytes that a worker has sent", xscale="log")
+        plots.whole_numbers(by_epoch.xaxis, 6)
     repeats = {settings.models[settings.cells[name].model].label: seeds_of(settings, name) for name in chosen}
     fewer = ", ".join(f"{seeds} of {label}" for label, seeds in repeats.items() if seeds < study.seeds)
     note = f"means over seeds that have not diverged{f' ({fewer})' * bool(fewer)}, from the first epoch on"
