@@ -35,11 +35,10 @@ it. What is undecided has taken as many as the study allows: there the column is
 decision would take if mean and spread stayed what they are. A study whose settings now allow more seeds says so below
 its table. Judging repeatedly makes errors more likely, so every look has an equal share of the 5 % (Bonferroni): with
 four looks each interval is a 98.75 % one, and p values are four times as large. A study that looks once has 95 %
-intervals; so have tables and figures of the notebooks, which show all seeds. In `compression` what CD-GraB's orders
-gain on LeNet has been looked at twice, with 5 seeds and with 20, and is judged by all of them. A study makes many
-claims, so that one may be decided by chance. So the p value of the limit that decides is adjusted for all claims of the
-study (Holm), and a claim with an adjusted one above 0.05 stays undecided. What is counted, and medians of times, have
-none.
+intervals; so have tables and figures of the notebooks, which show all seeds. Some claims have seeds of their own, more
+than the rest of their study; they are judged by all of them, and pay for every look. A study makes many claims, so that
+one may be decided by chance. So the p value of the limit that decides is adjusted for all claims of the study (Holm),
+and a claim with an adjusted one above 0.05 stays undecided. What is counted, and medians of times, have none.
 
 `make study-<name> SIZE=paper` makes the results again, `notebooks/study_<name>.ipynb` shows them.
 """

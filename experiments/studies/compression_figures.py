@@ -151,18 +151,14 @@ def _line(method: str, sorter: str) -> dict:
 @text.table
 def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str]]:
     """In random orders: losses as multiples of the dense one, and what is sent for them, by density."""
-    table, own = compared(table, settings), settings.cells
+    table = compared(table, settings)
     losses = ends(table, settings)
-    falling = sorted({own[name].get("density", 1) for name in cells(settings)}, reverse=True)
-    for base in (name for name in cells(settings) if "density" not in own[name]):
-        alike = {own[name].get("density", 1): name for name in cells(settings) if reference(settings, name) == base}
-        methods = dict.fromkeys(method for name in alike.values() for method, _ in runs(settings, name))
-        for method in methods:
-            row = {"": cell_label(settings, base), "method": _line(method, BASELINE)["label"]}
-            for density in falling:
-                of, name = f"density {density:g}" if density < 1 else "whole gradients", alike.get(density)
-                there = name and (method, BASELINE) in runs(settings, name)
-                row[of] = _end(table, losses, name, method, base) if there else ""
+    for base, alike in _by_density(settings).items():
+        in_order = sorted(alike, key=cells(settings).index)
+        for method in dict.fromkeys(method for name in in_order for method, _ in runs(settings, name)):
+            row = {"": cell_label(settings, base), "method": _line(method, BASELINE)["label"]} | _columns(settings)
+            for name in (name for name in alike if (method, BASELINE) in runs(settings, name)):
+                row[_column(settings, name)] = _end(table, losses, name, method, base)
             yield row
 
 
