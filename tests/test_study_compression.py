@@ -122,7 +122,7 @@ def test_what_momentum_does_is_told_from_what_sparsification_does(study):
     assert both.answer == "holds" and both.p < 1e-4 and both.seeds == 5
     assert found[f"{where}, density 0.01: four fifths of CD-GraB's gain are left with ExDyna"].answer == "holds"
     held = [
-        found[f"{where}, density 0.01, {method}: relative error of the density, mean over the epochs"]
+        found[f"{where}, density 0.01, {method}: relative error of an epoch's mean density, mean over the epochs"]
         for method in METHODS
     ]
     assert [(v.answer, v.measured[:4]) for v in held] == [("holds", "0.05"), ("fails", "1 [1")]

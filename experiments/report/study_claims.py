@@ -168,7 +168,7 @@ def _to_an_end(where: str, says: str, *lines: str, no_worse: bool = False) -> It
 
 
 IN_WHOLE_TRAININGS = (
-    *_to_an_end("density", DENSITY, *_each("relative error of the density, mean over the epochs")),
+    *_to_an_end("density", DENSITY, *_each("relative error of an epoch's mean density, mean over the epochs")),
     *_to_an_end("imbalance", EVEN, *_each("imbalance, mean over the epochs")),
     *_to_an_end(
         "convergence",

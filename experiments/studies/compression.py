@@ -48,7 +48,10 @@ EVEN = 0.2  # imbalance of the workers' loads
 SAME = 1.0  # per cent of a loss
 FALLEN = 0.5  # of the untrained model's loss: training that ends higher has hardly begun
 FLOAT = 4  # bytes
-DENSITY_ERROR, IMBALANCE = "relative error of the density, mean over the epochs", "imbalance, mean over the epochs"
+DENSITY_ERROR, IMBALANCE = (
+    "relative error of an epoch's mean density, mean over the epochs",
+    "imbalance, mean over the epochs",
+)
 
 
 def parts(settings: DictConfig) -> Iterator[Part]:
