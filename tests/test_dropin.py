@@ -29,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cdgrab import CdgrabError, OrderedBatchSampler
 from cdgrab.dropin import units
 from cdgrab.dropin.diagnosis import held_bytes
+from cdgrab.dropin.sharded import WholeGradient
 
 
 def in_order(sampler, orders):
@@ -192,9 +193,11 @@ def test_models_of_all_kinds(kind):
     assert in_order(sampler, sorted_alone(retrained(make(), visited)[:, None])[:, 0]) == visited
 
 
-def test_a_fully_sharded_model_on_one_process():
-    """On a GPU, where there is one: FSDP reduces in a stream of its own there."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_a_fully_sharded_model_on_one_process(monkeypatch):
+    """On a GPU, where there is one: FSDP reduces in a stream of its own there. A module's gradients are copied at
+    once."""
+    device, copies, copy = "cuda" if torch.cuda.is_available() else "cpu", [], WholeGradient.take_share
+    monkeypatch.setattr(WholeGradient, "take_share", lambda *all, **how: (copies.append(all), copy(*all, **how)))
 
     def trained(model):
         sampler = attached(model)
@@ -209,6 +212,7 @@ def test_a_fully_sharded_model_on_one_process():
         assert trained(model) == expected
         for whole, sharded in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(sharded.to_local(), whole)
+        assert len(copies) == sum(map(len, expected))
     finally:
         dist.destroy_process_group()
 

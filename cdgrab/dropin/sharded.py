@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -80,14 +80,33 @@ class ShardedGradients:
             before = self._sums.get(id(parameter))
             self._sums[id(parameter)] = gradient.detach().clone() if before is None else before + gradient
         elif self._wanted:
-            self._add(parameter, gradient.detach().to_dense().view(1, -1))
+            self._add([parameter], gradient.detach().to_dense().view(1, -1))
 
-    def _take(self, parameter: nn.Parameter, rows: Tensor) -> None:
-        """The gradients of a parameter that FSDP has reduced."""
+    def _take(self, rows: Tensor, parts: Sequence[tuple[nn.Parameter, slice]]) -> None:
+        """The gradients of parameters that FSDP has reduced; see `ShardHook`."""
         if not self._in_pass:  # none of the outputs was a tensor
             self._begin()
-        if self._wanted:
-            self._add(parameter, rows)
+        if not self._wanted:
+            return
+        if self._shares or len(rows) == 1:
+            for parameters, columns in self._neighbours(parts):
+                self._add(parameters, rows[:, columns])
+            return
+        for parameter, columns in parts:
+            self._add([parameter], rows[:, columns].flatten()[None, : parameter.numel()])
+
+    def _neighbours(self, parts: Sequence[tuple[nn.Parameter, slice]]) -> Iterator[tuple[list[nn.Parameter], slice]]:
+        """Parameters whose columns lie side by side here and where they go, and all of these columns."""
+        some, start, end, there, again = [], 0, 0, 0, False
+        for parameter, columns in parts:
+            place, found = self._places[id(parameter)], id(parameter) in self._found
+            if some and (columns.start, place.start, found) != (end, there, again):
+                yield some, slice(start, end)
+                some = []
+            start = start if some else columns.start
+            some.append(parameter)
+            end, there, again = columns.start + place.stop - place.start, place.stop, found
+        yield some, slice(start, end)
 
     def _end(self) -> None:
         self._in_pass = False
@@ -114,10 +133,13 @@ class ShardedGradients:
         else:  # the next epoch may have begun meanwhile
             self._counts = self._counts and self._ledger.its_turn()
 
-    def _add(self, parameter: nn.Parameter, rows: Tensor) -> None:
+    def _add(self, parameters: Sequence[nn.Parameter], rows: Tensor) -> None:
+        """parameters: one, or neighbours."""
         if self._counts:
-            self._unit.take_share(self._places[id(parameter)], rows, add=id(parameter) in self._found)
-            self._found.add(id(parameter))
+            names = [id(parameter) for parameter in parameters]
+            place = slice(self._places[names[0]].start, self._places[names[-1]].stop)
+            self._unit.take_share(place, rows, add=names[0] in self._found)
+            self._found.update(names)
 
     def _end_unit(self) -> None:
         if self._counts:
@@ -131,7 +153,7 @@ class ShardedGradients:
             own = division(self._others, self._group)
             mine = flat(self._others, [self._sums.get(id(other)) for other in self._others])
             for parameter, rows in zip(self._others, own.shard(mine).split(own.sizes(), dim=1), strict=True):
-                self._add(parameter, rows)
+                self._add([parameter], rows)
         for name, place in self._places.items():
             if name not in self._found:
                 self._unit.take_share(place, self._like.new_zeros(1, 1))

@@ -4,7 +4,8 @@ reduce-scatter.
 FSDP reduces the gradients of one module after the other, each cut into the parts of the processes, padded to equal
 length. Here an all-to-all of the same traffic gives every process its part of everybody's gradients, and FSDP the mean
 of them. Then FSDP calls the hooks of these parameters, in the order in which their gradients lie there. This tells
-whose gradients they are, whichever module comes first and whichever parameters took no part.
+whose gradients they are, whichever module comes first and whichever parameters took no part. They are taken when all of
+a module's are known: on a GPU every copy takes the host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import tree_sum
 
 CHANGED = ("_reduce_scatter_comm", "gradient_divide_factor", "force_sum_reduction_for_comms")  # of FSDP's groups
-Take = Callable[[nn.Parameter, Tensor], None]
+Take = Callable[[Tensor, Sequence[tuple[nn.Parameter, slice]]], None]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -67,8 +68,9 @@ def division(parameters: Sequence[nn.Parameter], group: WorkerGroup) -> Division
 class ShardHook:
     """Takes the place of the reduce-scatter of all sharded modules.
 
-    take(parameter, rows): called for every parameter that has got a gradient. rows: this process's part of everybody's
-    gradient, [processes, width]; with `whole`, this process's gradient, [1, size].
+    take(rows, parts): called when the parameters of a module have got gradients. rows: this process's part of
+    everybody's gradients, [processes, width]; with `whole`, everybody's part of this process's. parts: the columns of
+    each parameter, the last of which may be padding.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ShardHook:
         self._rows: Tensor | None = None  # what has just been reduced, [processes, size of all parts]
         self._buffers: list[Tensor] = []  # the last two, if this process is alone: then FSDP only copies
         self._offset = 0  # where the next parameter's gradient begins in there
+        self._parts: list[tuple[nn.Parameter, slice]] = []  # where those lie that are known
         self._unknown = False  # whether something was reduced that belongs to none of the parameters
         self._handles: list = []
         self._before: list[tuple[object, dict]] = []
@@ -127,7 +130,7 @@ class ShardHook:
 
     def begin(self) -> None:
         """A backward pass begins."""
-        self._rows, self._unknown = None, False
+        self._rows, self._parts, self._unknown = None, [], False
 
     def refuse_changes(self) -> None:
         """At the end of a backward pass: refuse what was changed since `register`."""
@@ -174,12 +177,9 @@ class ShardHook:
         reduced = self._rows
         if reduced is None:
             return
-        part = part_size(parameter, len(reduced))
-        rows = reduced[:, self._offset : self._offset + part]
-        self._offset += part
-        self._stream = torch.cuda.current_stream(rows.device) if rows.is_cuda else None
-        if self._whole:
-            self._take(parameter, rows.flatten()[None, : parameter.numel()])
-        else:
-            self._take(parameter, rows[:, : parameter.to_local().numel()])
-        self._rows, self._buffers = (reduced, self._buffers) if self._offset < reduced.shape[1] else (None, [])
+        start, self._offset = self._offset, self._offset + part_size(parameter, len(reduced))
+        self._parts.append((parameter, slice(start, self._offset)))
+        if self._offset == reduced.shape[1]:
+            self._stream = torch.cuda.current_stream(reduced.device) if reduced.is_cuda else None
+            parts, self._parts, self._rows, self._buffers = self._parts, [], None, []
+            self._take(reduced, parts)
