@@ -14,9 +14,9 @@ from sorter_cases import make_gradients, oracle
 
 import cdgrab
 from cdgrab.balance import kernels
+from cdgrab.runtime import beside
 from cdgrab.runtime import division as divisions
 from cdgrab.runtime import mean as exchange
-from cdgrab.runtime import overlap
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.pieces import by_owner, joined, put_back
@@ -176,10 +176,10 @@ def test_links_are_slow_only_if_they_always_are(milliseconds, others, speed, att
         next(made)
         clock[0] += next(each) / 1e3
 
-    monkeypatch.setattr(overlap.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(beside.time, "perf_counter", lambda: clock[0])
 
     def gather(seconds):
         return torch.cat([seconds, seconds.new_tensor([others / 1e3])])
 
-    found = overlap._speed(SimpleNamespace(world_size=4, shard=shard, gather=gather))
+    found = beside.speed(SimpleNamespace(world_size=4, shard=shard, gather=gather))
     assert found == pytest.approx(speed, rel=0.01) and next(made) == attempts

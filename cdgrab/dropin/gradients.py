@@ -8,8 +8,9 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
                           if its buckets are .grad: gradient_as_bucket_view)
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
-                          and two pieces of a bucket (DDP; on a CPU up to 8 MB, twice that in the first two steps) or a
-                          module (FSDP) on their way
+                          and two pieces of a bucket (DDP) or a module (FSDP) on their way. On a CPU pieces are up to
+                          8 MB, twice that in the first steps. Where processes share memory (`runtime.shared`) they are
+                          up to 1 MB in the first steps, and then there are none
 
 Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
 to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
@@ -17,6 +18,7 @@ to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -59,14 +61,16 @@ class ObservedModel:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
         compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
-        self.model, self._ledger = _without_wrappers(model), ledger
-        self._sharded = sharded_modules(self.model)
+        inside, self._ledger = _without_wrappers(model), ledger
+        # DDP has the communication hook, which leads here; no collector of garbage sees that
+        self._get_model = weakref.ref(inside) if isinstance(inside, DistributedDataParallel) else lambda: inside
+        self._sharded = sharded_modules(inside)
         for module in self._sharded:
             module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
-        trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        trained = {name: each for name, each in inside.named_parameters() if each.requires_grad}
         self.parameters, self._names = list(trained.values()), {name for name in trained if is_sharded(trained[name])}
         self.dim = sum(parameter.numel() for parameter in self.parameters)
-        self._parallel = isinstance(self.model, DistributedDataParallel)
+        self._parallel = isinstance(inside, DistributedDataParallel)
         self._refuse(compiled, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
@@ -75,10 +79,10 @@ class ObservedModel:
         if self._sharded:
             self.gradients = ShardedGradients(self._sharded, self.parameters, ledger, group)
         elif ledger.unit == "example":
-            inner = self.model.module if self._parallel else self.model
-            self.gradients = ExampleGradients(inner, self.parameters, ledger)
+            inside = inside.module if self._parallel else inside
+            self.gradients = ExampleGradients(inside, self.parameters, ledger)
         elif self._parallel:
-            self.gradients = ParallelGradients(model, self.parameters, ledger, in_grad=_keeps_gradients(self.model))
+            self.gradients = ParallelGradients(model, self.parameters, ledger, in_grad=_keeps_gradients(inside))
         else:
             self.gradients = PlainGradients(model, self.parameters, ledger)
         observer = self.gradients if ledger.unit == "batch" else None  # examples are observed beside the averaging
@@ -87,7 +91,12 @@ class ObservedModel:
             average = Collected(self.parameters, partial(_sparse_average, ledger, observer))
             self._hook = BucketHook(self.parameters, average, self.sparsifier)
         elif self._parallel and (observer or compress):
-            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows)
+            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows, _at_once)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """Without wrappers; None if it was DDP's and is gone."""
+        return self._get_model()
 
     def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
@@ -118,16 +127,18 @@ class ObservedModel:
     def start(self) -> None:
         """Observe gradients from now on. DDP's hook is registered last, because it can never be removed."""
         self._handles = self.gradients.hook()
-        if self._hook:
+        hook, self._hook = self._hook, None
+        if hook:
             try:
-                self._hook.register(self.model)
+                hook.register(self.model)
             except CdgrabError as error:
                 way_out = "use attach's compress= or sparsifier= instead of that hook, or keep the sampler whose it is"
                 raise CdgrabError(f"{error}; {way_out}") from error
 
     def refuse_new_parameters(self) -> None:
         """FSDP may have put those of the last forward pass in place of the sharded ones."""
-        refuse_new_parameters(self.model, self.parameters, self._names)
+        if self.model is not None:
+            refuse_new_parameters(self.model, self.parameters, self._names)
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -178,19 +189,20 @@ class PlainGradients:
 
 
 class ParallelGradients:
-    """Observes what DDP averages; see `cdgrab.runtime.overlap.Observer`. Here hooks only count backward passes.
+    """Observes what DDP averages; see `cdgrab.runtime.observer.Observer`. Here hooks only count backward passes.
     in_grad: see `_keeps_gradients`."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], ledger: Ledger, in_grad: bool) -> None:
-        self._model, self._parameters, self._in_grad = model, parameters, in_grad
+        self._get_model, self._parameters, self._in_grad = weakref.ref(model), parameters, in_grad
         self._layout = Layout(parameters)
         self._ledger, self.take_share = ledger, ledger.take_share
+        self.kept_shares, self.took_shares = ledger.kept_shares, ledger.took_shares
         self._probes = sorted(parameters, key=torch.numel)[:PROBES]
 
     def hook(self) -> list:
         if self._ledger.takes_shards:
             self.divide(Division.dealt(self._ledger.sorter.group, self._ledger.sorter.dim))
-        return [BackwardPasses(self._model, self._parameters, self._start_backward)]
+        return [BackwardPasses(self._get_model(), self._parameters, self._start_backward)]
 
     def skip(self) -> None:
         if self._ledger.unit_complete():
@@ -270,6 +282,11 @@ def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
     """By a compiled loop, where there is one: that takes a third of the time."""
     few = len(rows) in (2, 4) and not rows.is_cuda and rows.dtype == out.dtype and rows.element_size() >= 4
     return compiled.mean_of_rows(rows, out) if few and (compiled := optional("cpu")) else mean_of_rows(rows, out)
+
+
+def _at_once(rows: list[Tensor], parts: Tensor, kept: Tensor | None, subtract: bool) -> bool | None:
+    compiled = optional("shared")
+    return compiled.average_and_take(rows, parts, kept, subtract) if compiled and compiled.takes(rows, kept) else None
 
 
 def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient: Tensor) -> Tensor:

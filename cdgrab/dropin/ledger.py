@@ -209,6 +209,14 @@ class Ledger:
             self.diagnosis.take(place, share, add)
         self.sorter.take_share(place, share, add)
 
+    def kept_shares(self) -> tuple[Tensor, bool] | None:
+        """See `Sorter.kept_shares`; None if pieces have to pass through here."""
+        return None if self.diagnosis or self.scaler is not None else self.sorter.kept_shares()
+
+    def took_shares(self, finite: bool) -> None:
+        """Pieces were written there."""
+        self.not_finite |= not finite
+
     def end_shares(self) -> None:
         """All pieces have been taken."""
         with self.stopwatch:

@@ -135,3 +135,10 @@ def begin_copies(group: WorkerGroup, vector: Tensor, rows: Tensor, lane: int) ->
     exchange = (Gathered if vector.is_cuda else Copies)(group, vector, [], rows, lane)
     exchange.begin()
     return exchange
+
+
+def traffic_of(group: WorkerGroup, widths: list[int], size: int) -> int:
+    """The bytes that this process sends in such an exchange, of numbers of this size."""
+    dim, others = sum(widths), group.world_size - 1
+    numbers = dim + widths[group.rank] * (others - 1) if group.divides(dim) else dim * others
+    return numbers * size

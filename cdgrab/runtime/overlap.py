@@ -9,72 +9,42 @@ this takes a copy of every piece, but moving what is kept of an earlier step wou
 Where nothing is kept, coordinates are divided as the buckets want it.
 
 On a CPU a long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is
-needed for what is received, and slow links are never idle.
+needed for what is received, and slow links are never idle. Where all processes are on one host, nothing is sent once
+the buckets have settled: see `shared`.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 
+from cdgrab.runtime.beside import LANES, SLOW, Handed, InThread, OnStream, speed
 from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
 from cdgrab.runtime.division import Division
-from cdgrab.runtime.exchange import begin_copies, begin_exchange
+from cdgrab.runtime.exchange import begin_copies, begin_exchange, traffic_of
 from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.links import connect
 from cdgrab.runtime.mean import mean_of_rows
+from cdgrab.runtime.observer import Observer
 from cdgrab.runtime.pieces import Part, Piece, by_owner, deal, joined, put_back
+from cdgrab.runtime.shared import SharedBucket, Sharing
 
 PIECE = 2**20  # coordinates, on a CPU: where processes share cores, more messages take more time than they save,
 ON_SLOW_LINKS = 4  # but four times as many save a sixth of a step with links of 1 Gbit/s
-SLOW = 2e8  # bytes per second
-ROUNDS, ATTEMPTS = 6, 5  # at most so many rounds, of so many attempts, to find out how fast links are
-LANES = 2  # pieces that are on their way at a time
+UNTIL_SHARED = 16  # and before buckets are shared, for a few steps, less memory counts more than time
+CHUNK = 2**16  # coordinates that are averaged at a time in shared memory: what is read stays in a cache
 
-
-class Observer(Protocol):
-    """What becomes of the gradients besides their mean. All methods but those for single shares are called in the
-    thread of the backward pass, by all processes together. `division` may be asked for in another thread."""
-
-    def begin(self, like: Tensor) -> str:
-        """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
-        .grad, or nothing."""
-
-    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
-        """Where such a share is best received, if it matters; see `Sorter.room_for_share`."""
-
-    def take_share(self, place: slice, share: Tensor, *, mean: Tensor | None = None) -> None:
-        """This process's coordinates of everybody's gradients, [processes, width], and their mean, if it is there; see
-        `Sorter.take_share`."""
-
-    def look(self) -> None:
-        """This process's gradients are in .grad. Then DDP puts the mean there."""
-
-    @property
-    def division(self) -> Division | None:
-        """How shares are divided; None: nobody wants any."""
-
-    @property
-    def amid_pair(self) -> bool:
-        """Whether shares are kept, which would have to move if they were divided in another way."""
-
-    def divide(self, division: Division) -> None:
-        """Shares are divided in this way from now on; see `Sorter.divide`."""
-
-    def end(self, whole: Tensor | None) -> None:
-        """The step is complete; whole [dim]: this process's gradient, if it was wanted."""
+AtOnce = Callable[[list[Tensor], Tensor, Tensor | None, bool], bool | None]
 
 
 class OverlappingHook:
     """A communication hook. observer: None if nobody but DDP wants the gradients; wire: the type in which numbers are
-    sent, if not their own; mean: `mean_of_rows`, or the same by faster means."""
+    sent, if not their own; mean: `mean_of_rows`, or the same by faster means; at_once: averages rows that lie in shared
+    memory and keeps them, see `kernels.shared`, and returns whether all were finite, or None if it cannot."""
 
     def __init__(
         self,
@@ -83,10 +53,11 @@ class OverlappingHook:
         observer: Observer | None,
         wire: torch.dtype | None = None,
         mean: Callable[[Tensor, Tensor], Tensor] = mean_of_rows,
+        at_once: AtOnce = lambda *_: None,
     ) -> None:
         self._places, self._dtype = places(parameters), common_dtype([*parameters, torch.empty(0)])
         self._dim = sum(parameter.numel() for parameter in parameters)
-        self._group, self._observer, self._wire, self._mean = group, observer, wire, mean
+        self._group, self._observer, self._wire, self._mean, self._at_once = group, observer, wire, mean, at_once
         self._device = parameters[0].device
         self._buckets: list[tuple[tuple[int, ...], list[Piece]]] = []  # parameters, by id, and pieces
         self._regrouped = False  # coordinates are not divided as these buckets want it
@@ -96,13 +67,22 @@ class OverlappingHook:
         self._received: dict[int, Tensor] = {}  # by lane
         self._error: Exception | None = None  # the first one of this step
         self._broken = False  # an exchange of this step was not completed
+        self._sharing: Sharing | None = None  # if all processes are on one host
 
     def register(self, model: nn.Module) -> None:
         """Let DDP call this hook instead of its all-reduce."""
         register(model, self, OverlappingHook.communicate)
-        self._beside = _Stream(self._group, self._device) if self._device.type == "cuda" else _Thread(self._group)
-        long = self._group.world_size > 1 and self._dim > PIECE // ON_SLOW_LINKS and self._device.type == "cpu"
-        self._piece = PIECE // ON_SLOW_LINKS if long and _speed(self._beside.group) < SLOW else PIECE
+        on_gpu, alone = self._device.type == "cuda", self._group.world_size == 1
+        self._beside = OnStream(self._group, self._device) if on_gpu else InThread(self._group)
+        self._piece, group = PIECE, self._beside.group
+        if alone or on_gpu:
+            return
+        if self._wire is None and (links := connect(group)):
+            # unless .grad is the bucket, DDP has copied what is in it when a step is complete
+            self._sharing = Sharing(group, links, read_again=model.gradient_as_bucket_view)
+            self._piece = -(-PIECE // UNTIL_SHARED)
+        elif self._dim > PIECE // ON_SLOW_LINKS and speed(group) < SLOW:
+            self._piece = PIECE // ON_SLOW_LINKS
 
     # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
     def communicate(self, bucket):
@@ -113,14 +93,21 @@ class OverlappingHook:
         pieces = self._pieces_of(bucket)
         if self._wanted == "whole":
             self._keep(bucket)
-        handed = _Handed(buffer, pieces)
+        shared = self._shared(bucket, pieces)
+        handed = Handed(buffer, 1 if shared else len(pieces))
         if buffer.is_cuda:  # whose stream is done with the bucket before: its room is free
             self._lanes = cycle(range(LANES))
-        self._beside.run(self._exchange(piece, handed) for piece in pieces)
+        if shared:
+            jobs = [shared.average(buffer, partial(self._average_here, shared.rows, pieces))]
+        else:
+            jobs = [self._average(buffer[piece.inside], piece) for piece in pieces]
+        self._beside.run(self._exchange(job, handed) for job in jobs)
         return handed.promise
 
     def _begin(self, buffer: Tensor) -> None:
         self._error, self._broken = None, False
+        if self._sharing:
+            self._sharing.begin()
         if self._may_divide():
             self._divide()
         self._complete = False
@@ -136,6 +123,8 @@ class OverlappingHook:
         if index == len(self._buckets) or self._buckets[index][0] != parameters:
             pieces = self._cut(parameters, bucket.buffer(), index)
             self._buckets, self._regrouped = [*self._buckets[:index], (parameters, pieces)], True
+            if self._sharing:
+                self._sharing.forget()
         if bucket.is_last() and index + 1 < len(self._buckets):
             self._buckets, self._regrouped = self._buckets[: index + 1], True
         return self._buckets[index][1]
@@ -156,6 +145,13 @@ class OverlappingHook:
             return group.widths(length)
         return [length * (rank == index % group.world_size) for rank in range(group.world_size)]
 
+    def _shared(self, bucket: object, pieces: list[Piece]) -> SharedBucket | None:
+        """Where this bucket lies, if it is shared and coordinates are divided as it wants it."""
+        if self._sharing is None:
+            return None
+        shared = self._sharing.bucket(bucket.index(), bucket.buffer())
+        return shared if pieces and all(self._owned(piece) is None for piece in pieces) else None
+
     def _keep(self, bucket: object) -> None:
         gradients, places = bucket.gradients(), (self._places[id(each)][1] for each in bucket.parameters())
         if self._whole is None or self._whole.device != gradients[0].device:
@@ -165,20 +161,22 @@ class OverlappingHook:
 
     # -- beside the backward pass -------------------------------------------------------------------------------------
 
-    def _exchange(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
+    def _exchange(self, job: Iterator[bool], handed: Handed) -> Iterator[bool]:
         """The mean takes the place of the gradient. If something fails, the backward pass fails once DDP is done: DDP
         would wait for ever for a hook that raised an error. After an exchange that broke off there is no other: its
         messages would meet those of another piece."""
         try:
             if not self._broken:
-                yield from self._average(piece, handed)
+                yield from job
         except Exception as error:
             self._error, self._broken = self._error or error, True
+            if self._sharing:
+                self._sharing.close()  # nobody need wait for this process
         handed.finish_one()
 
-    def _average(self, piece: Piece, handed: _Handed) -> Iterator[bool]:
-        """Stops where there is something to wait for."""
-        group, buffer, lane = self._beside.group, handed.buffer[piece.inside], next(self._lanes)
+    def _average(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
+        """By messages. Stops where there is something to wait for."""
+        group, lane = self._beside.group, next(self._lanes)
         owned, width = self._owned(piece), piece.widths[group.rank]
         mine = [(slice(0, width), piece.place)] if owned is None else owned[group.rank]
         if not group.divides(len(buffer)):
@@ -191,7 +189,7 @@ class OverlappingHook:
             return self._take(mine, rows, self._mean(rows, buffer))
         whole, widths = (buffer, piece.widths) if owned is None else by_owner(buffer, owned)
         sent = whole if self._wire is None else whole.to(self._wire)
-        rows = self._room(piece, widths[group.rank], sent, lane)
+        rows = self._room(piece.place, widths[group.rank], sent, lane)
         exchange = begin_exchange(group, sent, widths, rows, lane)
         yield True
         exchange.wait_for_rows()
@@ -208,16 +206,44 @@ class OverlappingHook:
         elif sent is not buffer:
             buffer.copy_(sent)
 
+    def _average_here(self, every: list[Tensor], pieces: list[Piece]) -> None:
+        """In shared memory: this process's coordinates of these pieces of everybody's bucket."""
+        group, rank = self._beside.group, self._group.rank
+        if not self._average_at_once(every, pieces):
+            for some, place in (part for piece in pieces for part in piece.chunks(rank, CHUNK)):
+                parts = [row[some] for row in every]
+                rows = self._room(place, len(parts[rank]), parts[rank])
+                torch._foreach_copy_(list(rows), parts)
+                mean = self._mean(rows, parts[rank])
+                torch._foreach_copy_(parts, [mean] * len(parts))
+                self._take([(slice(0, len(mean)), place)], rows, mean)
+        size = every[rank].element_size()
+        group.traffic.sent += sum(traffic_of(group, piece.widths, size) for piece in pieces)
+
+    def _average_at_once(self, every: list[Tensor], pieces: list[Piece]) -> bool:
+        """By a compiled loop, if there is one: that takes no memory, and a fraction of the time."""
+        wanted = self._wanted == "shares"
+        try:
+            kept, subtract = (self._observer.kept_shares() if wanted else None) or (None, False)
+        except Exception as error:  # see `_take`
+            self._error, wanted, kept, subtract = self._error or error, False, None, False
+        if wanted and kept is None:
+            return False
+        finite = self._at_once(every, torch.tensor([piece.own(self._group.rank) for piece in pieces]), kept, subtract)
+        if finite is not None and kept is not None:
+            self._observer.took_shares(finite)
+        return finite is not None
+
     def _owned(self, piece: Piece) -> list[list[Part]] | None:
         """What belongs to each process, if coordinates are not divided as this piece wants it; None: they are. It does
         not matter whether shares are wanted in this step: about that, processes need not agree."""
         division = self._observer.division if self._observer and piece.place is None else None
         return None if division is None else division.owned(piece.slices)
 
-    def _room(self, piece: Piece, width: int, sent: Tensor, lane: int) -> Tensor:
+    def _room(self, place: slice | None, width: int, sent: Tensor, lane: int = 0) -> Tensor:
         """Memory for what is received: the observer's, or some of the size of the largest piece."""
-        if self._wanted == "shares" and piece.place is not None:
-            room = self._observer.room_for_share(piece.place, sent)
+        if self._wanted == "shares" and place is not None:
+            room = self._observer.room_for_share(place, sent)
             if room is not None:
                 return room
         needed, room = width * self._group.world_size, self._received.get(lane)
@@ -244,11 +270,21 @@ class OverlappingHook:
             self._error = self._error or error
 
     def _end(self) -> None:
+        if self._sharing and not self._broken:
+            self._share()  # even if something else has failed here: other processes do
         if self._error is not None:
             raise self._error
         self._complete = True
         if self._wanted in ("shares", "whole"):
             self._observer.end(self._whole if self._wanted == "whole" else None)
+
+    def _share(self) -> None:
+        divided = not self._regrouped or self._observer is None or self._observer.division is None
+        if not self._sharing.settled(divided):
+            return
+        self._received = {}
+        if not self._sharing.share():  # then pieces of their usual size are faster
+            self._sharing, self._piece, self._buckets = None, PIECE, []
 
     def _may_divide(self) -> bool:
         wants = self._regrouped and self._complete and self._observer is not None
@@ -263,71 +299,3 @@ class OverlappingHook:
         for piece, end in zip(pieces, accumulate(piece.widths[rank] for piece in pieces), strict=True):
             piece.place = slice(end - piece.widths[rank], end)
         self._regrouped = False
-
-
-def _speed(group: WorkerGroup) -> float:
-    """Bytes per second that a process sends at its best; those of the slowest, on all of them. Where processes share
-    cores, an attempt may wait for a core instead of the link: a link is slow only if all attempts are, or if the first
-    few are very slow."""
-    sent, seconds, speed = torch.zeros(PIECE // ON_SLOW_LINKS), [], 0.0
-    for _ in range(ROUNDS):
-        for _ in range(ATTEMPTS):
-            start = time.perf_counter()
-            group.shard(sent)
-            seconds.append(time.perf_counter() - start)
-        slowest = float(group.gather(torch.tensor([min(seconds)], dtype=torch.float64)).max())
-        speed = sent.nbytes * (1 - 1 / group.world_size) / slowest
-        if not SLOW / 4 < speed < SLOW:
-            break
-    return speed
-
-
-def _in_turn(jobs: deque[Iterator[bool]]) -> None:
-    """Go on with one job where another has to wait. More jobs may come meanwhile."""
-    running: deque[Iterator[bool]] = deque()
-    while jobs or running:
-        _go_on((jobs if jobs and len(running) < LANES else running).popleft(), running)
-
-
-def _go_on(job: Iterator[bool], running: deque[Iterator[bool]]) -> None:
-    if next(job, False):
-        running.append(job)
-
-
-class _Handed:
-    """A bucket that DDP has handed over, and what is promised to it: the mean."""
-
-    def __init__(self, buffer: Tensor, pieces: list[Piece]) -> None:
-        self.buffer, self._left = buffer, len(pieces)
-        self.promise = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        if not pieces:  # of parameters without coordinates
-            self.promise.set_result(buffer)
-
-    def finish_one(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self.promise.set_result(self.buffer)
-
-
-class _Thread:
-    """Does jobs in a thread with a channel of its own, those of the next bucket already while others have to wait."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group, self._pool = group.new_channel(), ThreadPoolExecutor(1, "exchange")
-        self._jobs: deque[Iterator[bool]] = deque()
-
-    def run(self, jobs: Iterable[Iterator[bool]]) -> None:
-        self._jobs.extend(jobs)
-        self._pool.submit(_in_turn, self._jobs)
-
-
-class _Stream:
-    """Does jobs at once, on a stream of a GPU: collectives only queue there."""
-
-    def __init__(self, group: WorkerGroup, device: torch.device) -> None:
-        self.group, self._stream = group, torch.cuda.Stream(device)
-
-    def run(self, jobs: Iterable[Iterator[bool]]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            _in_turn(deque(jobs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,19 @@ class Piece:
     slices: list[slice]
     widths: list[int]
     place: slice | None = None
+
+    def own(self, rank: int) -> tuple[int, int, int]:
+        """What this process, of this rank, gets: where it starts in the bucket, how many coordinates there are, and
+        where they are kept (0 if they are not)."""
+        start = self.inside.start + sum(self.widths[:rank])
+        return start, self.widths[rank], self.place.start if self.place else 0
+
+    def chunks(self, rank: int, size: int) -> Iterator[Part]:
+        """The same, at most so many coordinates at a time."""
+        start, width, kept = self.own(rank)
+        for first in range(0, width, size):
+            end = min(first + size, width)
+            yield slice(start + first, start + end), self.place and slice(kept + first, kept + end)
 
 
 def deal(slices: Sequence[slice], widths: Sequence[int]) -> list[list[slice]]:

@@ -142,6 +142,11 @@ class Sorter(WorkerState):
         not be kept there as it is."""
         return None
 
+    def kept_shares(self) -> tuple[Tensor, bool] | None:
+        """What is kept of the shard, [workers, width], and whether pieces are subtracted from it instead of taking its
+        place: whoever does that himself need not call `take_share`. None: he has to."""
+        return None
+
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         """A piece of the shard, [workers, length of place]; place: where among the coordinates of this process. Any
         order will do, but every coordinate must come; if it comes again, `add` it. Another thread may call this."""

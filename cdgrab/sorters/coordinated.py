@@ -133,6 +133,8 @@ class CoordinatedPairBalance(BalancingSorter):
         if division == self.division:
             return
         self.drain()
+        if self._server:
+            self._server.free()
         if self._shares is not None:
             self._shares = self.division.moved(self._shares, division)
         self._balancer.divide(division, empty=self.position < 2)
@@ -150,6 +152,9 @@ class CoordinatedPairBalance(BalancingSorter):
     def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
         fits = not self._second and not like.is_cuda and like.dtype == self._shares.dtype
         return self._shares[:, place] if fits else None
+
+    def kept_shares(self) -> tuple[Tensor, bool] | None:
+        return self._shares, self._second
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
         if self._second:

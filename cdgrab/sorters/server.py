@@ -86,6 +86,10 @@ class OrderServer:
         self._spares = [spare for spare in self._spares if _fits(spare, like, size)]
         return self._spares.pop().view(shape) if self._spares else like.new_empty(shape)
 
+    def free(self) -> None:
+        """Keep no memory for rows to come: they will have another size."""
+        self._spares = []
+
     def flush(self) -> None:
         """Start deciding everything collected, without waiting for the result."""
         if self._handing_over:

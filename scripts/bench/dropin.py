@@ -37,7 +37,7 @@ from experiments.studies.timing import finish_on, under_torchrun
 from experiments.training.memory import return_freed_memory
 from scripts.bench import hosts
 from scripts.bench.measure import report, summary
-from scripts.bench.memory import load_code, resident
+from scripts.bench.memory import load_code, own_and_shared
 from scripts.bench.models import MODELS, TINY, Trained
 
 
@@ -133,7 +133,8 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
             return start("scripts.bench.dropin", case.processes, arguments)
 
         every = run(SCRIPTS, *limits)
-        os.environ["MIMALLOC_PURGE_DELAY"] = "0"  # where torch has this allocator: as `return_freed_memory`
+        # where torch has this allocator: as `return_freed_memory`, and pages of 4 KB instead of 2 MB
+        os.environ.update(MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0")
         for script in SCRIPTS if device == "cpu" else ():
             for one, alone in zip(every, run((script,), limits[0], 1, 1, 0), strict=True):
                 one["peaks"][script] = alone["peaks"][script]
@@ -214,18 +215,19 @@ def _measured(
 
 
 class Memory(threading.Thread):
-    """Looks every millisecond how much memory of its own this process has. The largest resident set would count pages
-    of libraries, too, which come and go: sometimes more than there are gradients."""
+    """Looks every millisecond how much memory this process has, apart from files. The largest resident set would count
+    pages of libraries, too, which come and go: sometimes more than there are gradients. What processes share counts
+    for each of them in part, and for all of them together once."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._before = self._most = resident("RssAnon")
+        self._before = self._most = own_and_shared()
         self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._stopped.wait(1e-3):
-            self._most = max(self._most, resident("RssAnon"))
+            self._most = max(self._most, own_and_shared())
 
     def stop(self) -> int:
         """Bytes at most, since this began."""

@@ -106,13 +106,21 @@ def load_code(device: str) -> int:
         kernels.balance_divided(rows, running, limits)
     if device == "cpu" and (compiled := kernels.optional("cpu")):  # what the drop-in sampler uses besides
         compiled.mean_of_rows(torch.ones(4, 8), torch.empty(8))
+        part = torch.tensor([[0, 8, 0]])
+        kernels.optional("shared").average_and_take(torch.ones(4, 8).unbind(), part, torch.ones(4, 8))
         compiled.add_to_sketches(torch.zeros(1, 8), torch.zeros(4, dtype=torch.int16), torch.ones(1, 4))
     return resident("VmRSS") - before
 
 
-def resident(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
+def resident(*entries: str, file: str = "status") -> int:
+    """Bytes of all these together, at one moment."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(entries))
+
+
+def own_and_shared() -> int:
+    """Bytes without those of files; what several processes have in common is divided among them."""
+    return resident("Pss_Anon", "Pss_Shmem", file="smaps_rollup")
 
 
 class GpuUses(Clock):

@@ -1,0 +1,110 @@
+"""Gradients of several processes in shared memory: their mean, and what balancing keeps of them, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from cdgrab.balance.kernels.cpu import can_keep_code
+from cdgrab.checks import shape
+
+CHUNK = 2**11  # coordinates; this many of some rows fit into the fastest cache
+NOTHING, FIRST, SECOND = 0, 1, 2
+
+_plain = njit(cache=can_keep_code(), nogil=True)  # sums must have the bits of `cdgrab.runtime.mean`
+
+
+@_plain
+def _add(one, other, out):
+    """This and the next are functions of their own for speed: in a loop over rows, numba would look up each number."""
+    for i in range(out.size):
+        out[i] = one[i] + other[i]
+
+
+@_plain
+def _write(mean, row):
+    for i in range(row.size):
+        row[i] = mean[i]
+
+
+@_plain
+def _sum(rows, sums, start, end):
+    """As `cdgrab.runtime.mean.tree_sum`, of two rows or more, into the first row of sums."""
+    branches = len(rows) & -len(rows)
+    leaves = len(rows) // branches
+    pairs = branches // 2 if leaves == 1 else branches
+    step = len(rows) // pairs
+    for i in range(pairs):
+        out = sums[i, : end - start]
+        _add(rows[i * step][start:end], rows[i * step + 1][start:end], out)
+        for leaf in range(2, leaves):
+            _add(out, rows[i * step + leaf][start:end], out)
+    while pairs > 1:
+        pairs //= 2
+        for i in range(pairs):
+            _add(sums[2 * i, : end - start], sums[2 * i + 1, : end - start], sums[i, : end - start])
+
+
+@_plain
+def _divide(mean, count):
+    """Returns whether all are finite."""
+    wrong = 0
+    for i in range(mean.size):
+        mean[i] /= count
+    for i in range(mean.size):
+        wrong += not np.isfinite(mean[i])
+    return wrong == 0
+
+
+@_plain
+def _take(row, kept, how, finite):
+    for i in range(row.size if how == FIRST else 0):
+        kept[i] = row[i]
+    for i in range(row.size if how == SECOND else 0):
+        kept[i] -= row[i] if finite or np.isfinite(row[i]) else 0
+    for i in range(row.size if how == FIRST and not finite else 0):
+        kept[i] = kept[i] if np.isfinite(kept[i]) else 0
+
+
+@_plain
+def _average_and_take(rows, parts, count, kept, how):
+    sums, every = np.empty((len(rows), CHUNK), rows[0].dtype), True
+    for part in range(len(parts)):
+        first, width, place = parts[part]
+        for done in range(0, width, CHUNK):
+            size, start, there = min(CHUNK, width - done), first + done, place + done
+            _sum(rows, sums, start, start + size)
+            finite = _divide(sums[0, :size], count)
+            for i in range(len(rows)):
+                row = rows[i][start : start + size]
+                if how != NOTHING:
+                    _take(row, kept[i, there : there + size], how, finite)
+                _write(sums[0, :size], row)
+            every &= finite
+    return every
+
+
+def average_and_take(rows: Sequence[Tensor], parts: Tensor, kept: Tensor | None = None, subtract: bool = False) -> bool:
+    """The mean of rows [dim], by `cdgrab.runtime.mean.mean_of_rows`, takes the place of every one of them. Before that
+    they are written to kept [rows, width], or subtracted from it, zeros instead of numbers that are not finite. parts
+    [n, 3]: of which coordinates, where they start, how many there are, and where they are kept. Returns whether all
+    were finite."""
+    for row in rows:
+        shape("rows", row, {"dim": len(rows[0])})
+    how = NOTHING if kept is None else SECOND if subtract else FIRST
+    kept = rows[0].new_empty(len(rows), 0) if kept is None else kept
+    start, width, place = parts.unbind(1)
+    inside = bool((parts >= 0).all()) and int((start + width).max()) <= len(rows[0])
+    if not inside or (how and (len(kept) != len(rows) or int((place + width).max()) > kept.shape[1])):
+        raise ValueError("parts are outside of rows, or of what is kept")
+    every = tuple(row.numpy() for row in rows)
+    return _average_and_take(every, parts.numpy(), every[0].dtype.type(len(rows)), kept.numpy(), how)
+
+
+def takes(rows: Sequence[Tensor], kept: Tensor | None) -> bool:
+    """Whether there is a compiled loop for these types."""
+    return rows[0].dtype in (torch.float32, torch.float64) and (kept is None or kept.dtype == rows[0].dtype)

@@ -1,0 +1,210 @@
+"""Sockets between the processes of one host, for notices of a few bytes and for memory that they share.
+
+What passes here tells when memory may be read or written; what is in it never does. A socket, unlike a flag in that
+memory, also tells when a process has ended. Names of sockets are random and none is a file, so that nothing is left
+behind; everybody can see them, but only processes of the same user are let in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cdgrab.runtime.group import WorkerGroup
+
+SWITCH = "CDGRAB_SHARED_MEMORY"  # 0: processes of one host exchange messages, too
+PATIENCE = 10.0  # seconds in which processes that have told their addresses connect
+READY, DONE = 1, 2  # kinds of notices: my memory may be read; I have written what is mine to everybody's
+HELLO, NOTICE = struct.Struct("<qq"), struct.Struct("<B?xxiq")
+
+
+class Notice(NamedTuple):
+    kind: int
+    bucket: int
+    step: int
+
+
+class Links:
+    """sockets: to each other process, by rank. Errors are RuntimeErrors, like those of torch's own exchanges. Forks of
+    this process have no part in it: while they lived, nobody would notice the end of this one."""
+
+    def __init__(self, sockets: dict[int, socket.socket], patience: float | None) -> None:
+        self._sockets, self._patience = sockets, patience
+        self._arrived: dict[Notice, dict[int, bool]] = defaultdict(dict)
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
+        for one in sockets.values():
+            one.settimeout(patience)
+            self._poll.register(one, select.POLLIN)
+        self.close = weakref.finalize(self, _close, list(sockets.values()))
+        _open.add(self)
+
+    def tell(self, notice: Notice, mark: bool = False) -> None:
+        """Tell all others, without waiting. mark: see `wait`."""
+        kind, bucket, step = notice
+        for rank, one in self._sockets.items():
+            try:
+                one.send(NOTICE.pack(kind, mark, bucket, step))
+            except OSError as error:
+                raise _gone(rank) from error
+
+    def wait(self, notice: Notice) -> bool:
+        """Until all others have told the same. Returns whether any of them marked it. Notices may come in any order,
+        and whoever has told all that is expected of him may end."""
+        deadline = None if self._patience is None else time.monotonic() + self._patience
+        while missing := self._sockets.keys() - self._arrived[notice].keys():
+            if missing & self._ended or not self.close.alive:
+                raise _gone(*sorted(missing & self._ended))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = self._poll.poll(left)
+            if not ready:
+                raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, sorted(missing)))}")
+            for number, _ in ready:
+                self._receive(number)
+        return any(self._arrived.pop(notice).values())
+
+    def _receive(self, number: int) -> None:
+        rank = self._ranks[number]
+        with suppress(OSError):  # then it is gone, too
+            if data := self._sockets[rank].recv(NOTICE.size):
+                kind, mark, bucket, step = NOTICE.unpack(data)
+                self._arrived[Notice(kind, bucket, step)][rank] = mark
+                return
+        self._ended.add(rank)
+        self._poll.unregister(number)
+
+    def swap(self, number: int | None) -> dict[int, int | None]:
+        """Give all others a file descriptor, or None; those that they give, by rank, which are the caller's to close.
+        None also if there was no room for one more. Only while no notices are under way."""
+        found: dict[int, int | None] = {}
+        try:
+            for one in self._sockets.values():
+                socket.send_fds(one, [b"." if number is None else b"+"], [] if number is None else [number])
+            for rank, one in self._sockets.items():
+                data, numbers, flags, _ = socket.recv_fds(one, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                found[rank] = numbers[0] if numbers else None
+                whole = not flags & socket.MSG_CTRUNC  # else this process has too many open files
+                if whole and data != (b"+" if numbers else b"."):
+                    raise ConnectionResetError
+        except OSError as error:
+            for received in found.values():
+                if received is not None:
+                    os.close(received)
+            raise RuntimeError(f"a connection is closed ({error})") from error
+        return found
+
+
+_open: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _gone(*ranks: int) -> RuntimeError:
+    return RuntimeError(f"the connection to rank {', '.join(map(str, ranks))} is closed" if ranks else "closed before")
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)  # even if another process has it, too
+        one.close()
+
+
+def _leave_to_parent() -> None:
+    for links in _open:
+        for one in links._sockets.values():
+            one.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def connect(group: WorkerGroup) -> Links | None:
+    """All processes call this together, and get links if all of them are on one host; otherwise all get None."""
+    mine, listening = secrets.randbits(62), None
+    with suppress(OSError, AttributeError):  # another system, or too many open files
+        if sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0":
+            listening = _listen(mine, group.world_size)
+    told = group.gather(torch.tensor([[mine, _host() if listening else 0]])).tolist()
+    tokens, hosts = zip(*told, strict=True)
+    links = None
+    if listening:
+        with listening, suppress(OSError):
+            if len(set(hosts)) == 1:
+                links = _link(group, listening, tokens)
+    if agreed(group, links is not None):
+        return links
+    if links:
+        links.close()
+    return None
+
+
+def agreed(group: WorkerGroup, mine: bool) -> bool:
+    """Whether all processes say yes."""
+    return bool(group.gather(torch.tensor([int(mine)])).all())
+
+
+def _host() -> int:
+    """The same number on all processes of a host, unless they are in different networks: they count as hosts then."""
+    try:
+        network = os.stat("/proc/self/ns/net")
+        what = Path("/proc/sys/kernel/random/boot_id").read_text(), network.st_dev, network.st_ino
+        return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7])
+    except OSError:
+        return secrets.randbits(62)
+
+
+def _address(token: int) -> str:
+    return f"\0cdgrab-{token:x}"  # no file
+
+
+def _listen(token: int, backlog: int) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(_address(token))
+    listening.listen(backlog)
+    return listening
+
+
+def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...]) -> Links:
+    """Connect to lower ranks, who need not answer for that, then let higher ones in."""
+    patience = min(PATIENCE, group.timeout / 2 if group.timeout else PATIENCE)
+    deadline, found = time.monotonic() + patience, {}
+    try:
+        for rank in range(group.rank):
+            found[rank] = one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            one.settimeout(patience)
+            one.connect(_address(tokens[rank]))
+            if not _same_user(one):
+                raise PermissionError("another user has taken this address")
+            one.send(HELLO.pack(group.rank, tokens[group.rank]))
+        while len(found) < group.world_size - 1:
+            listening.settimeout(max(0.01, deadline - time.monotonic()))
+            one, _ = listening.accept()
+            one.settimeout(patience)
+            rank, token = HELLO.unpack(one.recv(HELLO.size)) if _same_user(one) else (-1, 0)
+            if group.rank < rank < group.world_size and token == tokens[rank]:
+                found[rank] = one
+            else:
+                one.close()
+    except (OSError, struct.error) as error:
+        _close(list(found.values()))
+        raise OSError("not connected") from error
+    return Links(found, group.timeout)
+
+
+def _same_user(one: socket.socket) -> bool:
+    _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.getuid()

@@ -1,0 +1,279 @@
+"""Called by test_shared_memory.py: what processes of one host find when they average gradients in shared memory."""
+
+import gc
+import os
+import random
+import resource
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from dropin_cases import gathered, parallel, sampler_of, train
+from forked import forked
+from torch import nn
+
+from cdgrab.runtime import division, links, overlap, shared
+from cdgrab.runtime import group as workers
+from cdgrab.runtime.connection import connect, disconnect
+
+PROCESSES = (2, 3, 4)
+# options of DDP, and of the sampler; the type; numbers up to which pieces are sent whole; the length of pieces
+CASES = {
+    "plain": ({}, {}, torch.float64, 0, 2**20),
+    "pieces": ({}, {}, torch.float32, 0, 270),
+    "short": ({}, {}, torch.float32, 60, 400),
+    "views": ({"gradient_as_bucket_view": True}, {}, torch.float32, 0, 2**20),
+    "unused": ({"find_unused_parameters": True}, {}, torch.float64, 0, 2**20),
+    "whole": ({}, {"sorter": "id_grab_pair"}, torch.float32, 0, 2**20),
+    "half": ({}, {}, torch.bfloat16, 0, 300),
+}
+ON_FOUR = ("plain", "pieces", "short")
+
+
+class Uneven(nn.Module):
+    """Seven layers of different sizes, which DDP puts into as many buckets. late: one process takes its time, whichever
+    it is, wherever it is."""
+
+    def __init__(self, dtype=torch.float32, late=False):
+        super().__init__()
+        torch.manual_seed(1)
+        widths = (6, 5, 11, 7, 3, 9, 4, 2)
+        self.layers = nn.ModuleList(nn.Linear(*sizes).to(dtype) for sizes in zip(widths, widths[1:], strict=False))
+        self._dtype, self._late = dtype, random.Random(dist.get_rank()) if late else None
+
+    def forward(self, inputs):
+        hidden = inputs.to(self._dtype)
+        for layer in self.layers:
+            hidden = layer(hidden.tanh())
+            if self._late:
+                hidden.register_hook(lambda _: time.sleep(self._late.choice((0, 0, 0, 0.02))))
+        return hidden
+
+
+def main(folder):
+    for processes in PROCESSES:
+        forked(processes, check, folder / str(processes))
+
+
+def check(path):
+    connect(dist_size())
+    found = {name: both_ways(*CASES[name]) for name in (CASES if dist.get_world_size() < 4 else ON_FOUR)}
+    if dist.get_world_size() == 3:
+        found |= {
+            "without numba": without_numba(),
+            "room": trained(no_room, late=True),
+            "files": trained(no_files),
+            "too few files to connect": trained(no_files_to_connect),
+            "moved": trained(moved),
+            "failed": failed(),
+            "fork": closed_beside_a_fork(),
+            "gone": gone(),
+            "bf16": trained(attach={"compress": "bf16"}),
+            "off": trained(switched_off),
+        }
+    if dist.get_rank() == 0:
+        torch.save(found, path)
+    dist.barrier()
+    disconnect()
+
+
+def dist_size():
+    return int(os.environ["WORLD_SIZE"])
+
+
+def started(wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None):
+    workers.WHOLE, overlap.PIECE, division.PART = whole, piece, 3
+    overlap.UNTIL_SHARED, overlap.CHUNK = 1, 7
+    model = parallel(Uneven(dtype, late), **wrap or {})
+    return model, sampler_of(**options or {}).attach(model, **attach or {})
+
+
+def trained(around=None, **how):
+    """Weights, batches, bytes sent in the last steps, and in how many steps the first bucket was averaged in shared
+    memory, by process."""
+    steps, sent, average = [], [], shared.SharedBucket.average
+
+    def noted(bucket, *arguments):
+        steps.extend([1] if bucket._number == 0 else [])
+        return average(bucket, *arguments)
+
+    with mock.patch.object(shared.SharedBucket, "average", noted), around() if around else ExitStack():
+        model, sampler = started(**how)
+        visited = train(model, sampler, note=lambda _: sent.append(sampler.group.traffic.sent))
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return gathered((weights, visited, sent[-1] - sent[-5], len(steps)))
+
+
+def both_ways(wrap, options, dtype, whole, piece):
+    how = {"wrap": wrap, "options": options, "dtype": dtype, "whole": whole, "piece": piece}
+    return trained(**how), trained(switched_off, **how)
+
+
+@contextmanager
+def switched_off():
+    """By one process, for all of them."""
+    with mock.patch.dict(os.environ, {links.SWITCH: "0"} if dist.get_rank() == 0 else {}):
+        yield
+
+
+def without_numba():
+    with mock.patch("cdgrab.dropin.gradients.optional", lambda name: None):
+        return trained()
+
+
+def no_room():
+    """On the last process."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return ExitStack()
+    full = SimpleNamespace(f_bavail=2**10, f_blocks=2**14, f_frsize=2**12)  # that of docker, almost full
+    return mock.patch.object(shared.os, "statvfs", lambda _: full)
+
+
+@contextmanager
+def few_files(spare):
+    """The first process may open only so many more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gaps = set(range(soft)) - set(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(gaps)[spare], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_files():
+    share = shared.share
+
+    def with_few(*arguments):
+        with few_files(3) if dist.get_rank() == 0 else ExitStack():
+            return share(*arguments)
+
+    with mock.patch.object(shared, "share", with_few):
+        yield
+
+
+@contextmanager
+def no_files_to_connect():
+    link = links._link
+
+    def with_few(*arguments):
+        with few_files(0) if dist.get_rank() == 0 else ExitStack():
+            return link(*arguments)
+
+    with mock.patch.object(links, "_link", with_few), mock.patch.object(links, "PATIENCE", 1.0):
+        yield
+
+
+@contextmanager
+def moved():
+    """One process finds its buckets elsewhere, in one step."""
+    lies_in, asked = shared.SharedBucket._lies_in, []
+
+    def not_once(bucket, buffer):
+        asked.append(bucket)
+        return len(asked) not in range(10, 17) and lies_in(bucket, buffer)
+
+    with mock.patch.object(shared.SharedBucket, "_lies_in", not_once) if dist.get_rank() == 1 else ExitStack():
+        yield
+
+
+def failed():
+    """The errors of a step in which the sorter of one process fails, and whether gradients are equal afterwards."""
+    model, sampler = started()
+    train(model, sampler, 1, stop_after=4)
+    full = mock.patch.object(sampler._model.gradients, "kept_shares", side_effect=MemoryError("no room"))
+    told = ""
+    with full if dist.get_rank() == 1 else ExitStack():
+        try:
+            train(model, sampler, 1, stop_after=1)
+        except MemoryError as error:
+            told = str(error)
+    model.zero_grad()
+    with sampler.paused():
+        model(torch.ones(3, 6, dtype=torch.float64)).sum().backward()
+    return gathered((told, [parameter.grad.clone() for parameter in model.parameters()]))
+
+
+def closed_beside_a_fork():
+    """Seconds until the others notice that the first process has closed its sockets, of which a fork has copies: made
+    by Python, which closes them, or behind its back."""
+    found = []
+    for unknown in (False, True):
+        linked, child = links.connect(connect(dist.get_world_size())), None
+        if unknown:
+            links._open.discard(linked)
+        if dist.get_rank() == 0 and (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        dist.barrier()
+        start, told = time.monotonic(), ""
+        if dist.get_rank() == 0:
+            linked.close()
+        try:
+            linked.wait(links.Notice(links.READY, 0, 0))
+        except RuntimeError as error:
+            told = str(error)
+        found.append((time.monotonic() - start, told))
+        dist.barrier()
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        linked.close()
+    return gathered(found)
+
+
+def held():
+    """Files in shared memory that are open, mappings of them, and links to other processes."""
+    gc.collect()
+    files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return (
+        sum("/dev/shm/torch_" in one for one in files),
+        sum("/dev/shm/torch_" in one for one in maps),
+        len(links._open),
+    )
+
+
+def gone():
+    """What a process holds before there is a model, after some steps, after more of them, and when the model is gone
+    but the sampler is not; and what has a name in shared memory meanwhile."""
+    before = held()
+    model, sampler = started()
+    train(model, sampler, 1, stop_after=5)
+    some = held()
+    train(model, sampler)
+    names = [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
+    more = held()
+    sampler.detach()
+    del model
+    return gathered((before, some, more, held(), names))
+
+
+# -- a process that is killed ------------------------------------------------------------------------------------------
+
+
+def killed(rank, folder):
+    """The last of three processes is killed amid an epoch, with buckets in shared memory. The others leave a file with
+    the seconds until they noticed, and the error."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
+    workers.WHOLE = 0
+    model, sampler = started()
+    steps = []
+
+    def note(_):
+        steps.append(time.monotonic())
+        if rank == 2 and len(steps) == 8:
+            (folder / "names").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        train(model, sampler, note=note)
+    except Exception as error:
+        (folder / str(rank)).write_text(f"{len(steps)} {time.monotonic() - steps[-1]} {error}")
+    os._exit(0)

@@ -1,0 +1,138 @@
+"""Gradients that processes of one host average in shared memory, against the same by messages."""
+
+import multiprocessing
+import os
+
+import pytest
+import shared_checks
+import torch
+from dropin_cases import EPOCHS
+from forked import elsewhere
+from shared_checks import CASES, ON_FOUR, PROCESSES
+
+from cdgrab.balance import kernels
+from cdgrab.runtime.mean import mean_of_rows
+from cdgrab.runtime.pieces import Piece
+
+TRAINED = [(n, name) for n in PROCESSES for name in (CASES if n < 4 else ON_FOUR)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `shared_checks` saved, by number of processes."""
+    folder = tmp_path_factory.mktemp("shared")
+    assert elsewhere(shared_checks.main, folder) == 0
+    return {n: torch.load(folder / str(n), weights_only=False) for n in PROCESSES}
+
+
+def same(one, other):
+    """Whether weights, batches and bytes are the same, on all processes."""
+    return all(
+        all(map(torch.equal, mine[0], theirs[0])) and mine[1:3] == theirs[1:3]
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def shared_steps(result):
+    """In how many steps buckets were in shared memory, on each process, and how many steps there were."""
+    return {each[3] for each in result}, EPOCHS * len(result[0][1][0])
+
+
+@pytest.mark.parametrize(("processes", "name"), TRAINED)
+def test_means_and_orders_are_those_of_messages_to_the_last_bit(found, processes, name):
+    shared, sent = found[processes][name]
+    assert same(shared, sent)
+    steps, every = shared_steps(shared)
+    assert len(steps) == 1 and every - 4 <= steps.pop() < every
+    assert shared_steps(sent)[0] == {0}
+
+
+def test_without_numba_the_same(found):
+    assert same(found[3]["without numba"], found[3]["views"][0])
+    assert shared_steps(found[3]["without numba"])[0] != {0}
+
+
+@pytest.mark.parametrize("name", ["room", "files", "too few files to connect", "off"])
+def test_what_one_process_cannot_do_none_does(found, name):
+    assert shared_steps(found[3][name])[0] == {0}
+    assert same(found[3][name], found[3]["off"])
+
+
+def test_a_bucket_that_moves_on_one_process_is_shared_anew_on_all(found):
+    result = found[3]["moved"]
+    steps, every = shared_steps(result)
+    assert same(result, found[3]["views"][0])
+    assert len(steps) == 1 and every - 7 <= steps.pop() < every - 3
+
+
+def test_compressed_gradients_are_sent(found):
+    assert shared_steps(found[3]["bf16"])[0] == {0}
+    for each, plain in zip(found[3]["bf16"], found[3]["off"], strict=True):
+        assert each[2] < 0.75 * plain[2]
+
+
+def test_a_sorter_that_fails_on_one_process_holds_up_nobody(found):
+    told, gradients = zip(*found[3]["failed"], strict=True)
+    assert told == ("", "no room", "")
+    assert all(map(torch.equal, gradients[0], gradients[1])) and all(map(torch.equal, gradients[0], gradients[2]))
+
+
+def test_closed_sockets_are_noticed_though_a_fork_has_copies(found):
+    for rank, both in enumerate(found[3]["fork"]):
+        for seconds, told in both:
+            assert seconds < 5 and told == ("closed before" if rank == 0 else "the connection to rank 0 is closed")
+
+
+def test_memory_and_files_are_released_with_the_model(found):
+    for before, some, more, after, names in found[3]["gone"]:
+        files, maps, links = some
+        assert some == more and files > 1 and maps == 3 * files and links == 1
+        assert before == after == (0, 0, 0) and not names
+
+
+def test_a_process_that_is_killed_is_noticed_by_the_others(tmp_path):
+    processes = multiprocessing.get_context("fork")
+    running = [processes.Process(target=shared_checks.killed, args=(rank, tmp_path)) for rank in range(3)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+        process.kill()
+    for rank in range(2):
+        steps, seconds, *told = (tmp_path / str(rank)).read_text().split()
+        assert int(steps) in (7, 8) and float(seconds) < 10
+        assert "shared memory" in " ".join(told) and "rank 2 is closed" in " ".join(told)
+    assert not [name for name in os.listdir("/dev/shm") if any(name.startswith(f"torch_{p.pid}_") for p in running)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 8, 12])
+def test_the_compiled_loop_has_the_bits_of_the_mean(count, dtype):
+    compiled, dim = kernels.optional("shared"), 2 * 2**11 + 5
+    rows, kept = torch.randn(count, dim + 9, dtype=dtype), torch.randn(count, dim, dtype=dtype)
+    parts = torch.tensor([[3, 2**11 + 1, 0], [2**11 + 4, dim - 2**11 - 1, 2**11 + 1]])
+    before, inside = rows.clone(), slice(3, dim + 3)
+    mean, first = mean_of_rows(rows[:, inside], torch.empty(dim, dtype=dtype)), kept.clone()
+    assert compiled.average_and_take(rows.unbind(), parts, kept, subtract=True)
+    assert torch.equal(kept, first - before[:, inside]) and torch.equal(rows[:, inside], mean.expand(count, -1))
+    assert torch.equal(rows[:, :3], before[:, :3]) and torch.equal(rows[:, dim + 3 :], before[:, dim + 3 :])
+    before[1, 7], before[0, 8] = torch.inf, torch.nan
+    for subtract in (False, True):
+        rows = before.clone()
+        assert not compiled.average_and_take(rows.unbind(), parts, kept, subtract)
+        assert not rows[:, 7:9].isfinite().any() and kept.isfinite().all()
+    assert not kept.any()
+
+
+@pytest.mark.parametrize("part", [[0, 9, 0], [-1, 2, 0], [0, 2, 3], [8, 1, 0]])
+def test_the_compiled_loop_stays_inside(part):
+    rows, kept = torch.ones(2, 8), torch.ones(2, 4)
+    with pytest.raises(ValueError, match="outside"):
+        kernels.optional("shared").average_and_take(rows.unbind(), torch.tensor([part]), kept)
+
+
+def test_chunks_of_a_piece():
+    piece = Piece(slice(10, 30), [slice(0, 20)], [7, 7, 6], slice(100, 107))
+    assert list(piece.chunks(1, 4)) == [(slice(17, 21), slice(100, 104)), (slice(21, 24), slice(104, 107))]
+    piece.place = None
+    assert list(piece.chunks(0, 9)) == [(slice(10, 17), None)]
