@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dropin_cases import gathered, parallel, sampler_of, train
 from forked import forked
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cdgrab.runtime import division, links, overlap, shared
 from cdgrab.runtime import group as workers
@@ -55,6 +56,18 @@ class Uneven(nn.Module):
         return hidden
 
 
+class Nested(Uneven):
+    """The backward pass of all layers but the first runs inside another one."""
+
+    def forward(self, inputs):
+        return checkpoint(self._rest, self.layers[0](inputs), use_reentrant=True)
+
+    def _rest(self, hidden):
+        for layer in self.layers[1:]:
+            hidden = layer(hidden.tanh())
+        return hidden
+
+
 def main(folder):
     for processes in PROCESSES:
         forked(processes, check, folder / str(processes))
@@ -71,6 +84,7 @@ def check(path):
             "too few files to connect": trained(no_files_to_connect),
             "moved": trained(moved),
             "failed": failed(),
+            "nested": nested(),
             "fork": closed_beside_a_fork(),
             "gone": gone(),
             "bf16": trained(attach={"compress": "bf16"}),
@@ -86,23 +100,50 @@ def dist_size():
     return int(os.environ["WORLD_SIZE"])
 
 
-def started(wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None):
+def started(
+    wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None, network=Uneven
+):
     workers.WHOLE, overlap.PIECE, division.PART = whole, piece, 3
     overlap.UNTIL_SHARED, overlap.CHUNK = 1, 7
-    model = parallel(Uneven(dtype, late), **wrap or {})
+    model = parallel(network(dtype, late), **wrap or {})
     return model, sampler_of(**options or {}).attach(model, **attach or {})
 
 
-def trained(around=None, **how):
-    """Weights, batches, bytes sent in the last steps, and in how many steps the first bucket was averaged in shared
-    memory, by process."""
-    steps, sent, average = [], [], shared.SharedBucket.average
+@contextmanager
+def counted():
+    """An entry for each step in which the first bucket was averaged in shared memory."""
+    steps, average = [], shared.SharedBucket.average
 
     def noted(bucket, *arguments):
         steps.extend([1] if bucket._number == 0 else [])
         return average(bucket, *arguments)
 
-    with mock.patch.object(shared.SharedBucket, "average", noted), around() if around else ExitStack():
+    with mock.patch.object(shared.SharedBucket, "average", noted):
+        yield steps
+
+
+def nested():
+    """As `trained`, before the first epoch, in shared memory and by messages."""
+    found = []
+    for around in (ExitStack, switched_off):
+        with counted() as steps, around():
+            model, _ = started(network=Nested)
+            optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(8):
+                torch.manual_seed(10 * step + dist.get_rank())
+                optimiser.zero_grad()
+                model(torch.randn(4, 6)).square().sum().backward()
+                optimiser.step()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        found.append(gathered((weights, len(steps))))
+    return found
+
+
+def trained(around=None, **how):
+    """Weights, batches, bytes sent in the last steps, and in how many steps the first bucket was averaged in shared
+    memory, by process."""
+    sent = []
+    with counted() as steps, around() if around else ExitStack():
         model, sampler = started(**how)
         visited = train(model, sampler, note=lambda _: sent.append(sampler.group.traffic.sent))
     weights = [parameter.detach().clone() for parameter in model.parameters()]

@@ -47,6 +47,12 @@ def test_means_and_orders_are_those_of_messages_to_the_last_bit(found, processes
     assert shared_steps(sent)[0] == {0}
 
 
+def test_backward_passes_inside_others(found):
+    """Gradients of which nobody takes orders."""
+    for (weights, shared), (expected, sent) in zip(*found[3]["nested"], strict=True):
+        assert all(map(torch.equal, weights, expected)) and shared and not sent
+
+
 def test_without_numba_the_same(found):
     assert same(found[3]["without numba"], found[3]["views"][0])
     assert shared_steps(found[3]["without numba"])[0] != {0}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cdgrab import streams
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.shared import Sharing
 
 EPOCHS = 3  # that are remembered: the one under way, the last one, and the one that the last order was learnt from
 
@@ -155,6 +156,6 @@ def held_bytes(roots: Iterable[object]) -> int:
             todo += item.values()
         elif isinstance(item, list | tuple | deque) and item and not isinstance(item[0], int):
             todo += item
-        elif type(item).__module__.startswith("cdgrab."):
+        elif type(item).__module__.startswith("cdgrab.") and not isinstance(item, Sharing):  # DDP's own buckets
             todo += getattr(item, "__dict__", {}).values()
     return sum(storages.values())

@@ -19,7 +19,7 @@ to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -74,13 +74,14 @@ class ObservedModel:
         self._refuse(compiled, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
-        self._hook: BucketHook | OverlappingHook | None = None
+        self._hook: BucketHook | OverlappingHook | None = None  # until DDP has it
+        self._get_hook: Callable[[], object] = lambda: None
         self._handles: list = []
         if self._sharded:
             self.gradients = ShardedGradients(self._sharded, self.parameters, ledger, group)
         elif ledger.unit == "example":
-            inside = inside.module if self._parallel else inside
-            self.gradients = ExampleGradients(inside, self.parameters, ledger)
+            inner = inside.module if self._parallel else inside
+            self.gradients = ExampleGradients(inner, self.parameters, ledger)
         elif self._parallel:
             self.gradients = ParallelGradients(model, self.parameters, ledger, in_grad=_keeps_gradients(inside))
         else:
@@ -97,6 +98,11 @@ class ObservedModel:
     def model(self) -> nn.Module | None:
         """Without wrappers; None if it was DDP's and is gone."""
         return self._get_model()
+
+    @property
+    def hook(self) -> object:
+        """That of DDP; None if there is none."""
+        return self._get_hook()
 
     def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
@@ -129,6 +135,7 @@ class ObservedModel:
         self._handles = self.gradients.hook()
         hook, self._hook = self._hook, None
         if hook:
+            self._get_hook = weakref.ref(hook)
             try:
                 hook.register(self.model)
             except CdgrabError as error:

@@ -80,7 +80,8 @@ def made(diagnosis: Diagnosis, sorter: Sorter | None, model: object) -> Report:
     done = [record for record in diagnosis.records if record.rows is not None]
     if done and done[-1] is diagnosis.records[-1] and done[-1].seen < sorter.units:
         done.pop()  # it is still under way
-    found, seed = {"memory_bytes": held_bytes([diagnosis, sorter, model])}, 0 if sorter is None else sorter.seed
+    found = {"memory_bytes": held_bytes([diagnosis, sorter, model, model and model.hook])}
+    seed = 0 if sorter is None else sorter.seed
     if done:
         last, (rows, order) = done[-1], diagnosis.gathered(done[-1])
         found |= {"epoch": last.epoch, "seconds": last.seconds, "epoch_seconds": last.ended - last.began}

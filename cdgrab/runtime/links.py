@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 from cdgrab.runtime.group import WorkerGroup
 
@@ -41,7 +42,7 @@ class Links:
     """sockets: to each other process, by rank. Errors are RuntimeErrors, like those of torch's own exchanges. Forks of
     this process have no part in it: while they lived, nobody would notice the end of this one."""
 
-    def __init__(self, sockets: dict[int, socket.socket], patience: float | None) -> None:
+    def __init__(self, sockets: dict[int, socket.socket], patience: float) -> None:
         self._sockets, self._patience = sockets, patience
         self._arrived: dict[Notice, dict[int, bool]] = defaultdict(dict)
         self._ended: set[int] = set()
@@ -65,12 +66,11 @@ class Links:
     def wait(self, notice: Notice) -> bool:
         """Until all others have told the same. Returns whether any of them marked it. Notices may come in any order,
         and whoever has told all that is expected of him may end."""
-        deadline = None if self._patience is None else time.monotonic() + self._patience
+        deadline = time.monotonic() + self._patience
         while missing := self._sockets.keys() - self._arrived[notice].keys():
             if missing & self._ended or not self.close.alive:
                 raise _gone(*sorted(missing & self._ended))
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            ready = self._poll.poll(left)
+            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready:
                 raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, sorted(missing)))}")
             for number, _ in ready:
@@ -79,11 +79,12 @@ class Links:
 
     def _receive(self, number: int) -> None:
         rank = self._ranks[number]
-        with suppress(OSError):  # then it is gone, too
-            if data := self._sockets[rank].recv(NOTICE.size):
-                kind, mark, bucket, step = NOTICE.unpack(data)
-                self._arrived[Notice(kind, bucket, step)][rank] = mark
-                return
+        for _ in range(2):  # a reset is told before what was sent before it
+            with suppress(OSError):
+                if data := self._sockets[rank].recv(NOTICE.size):
+                    kind, mark, bucket, step = NOTICE.unpack(data)
+                    self._arrived[Notice(kind, bucket, step)][rank] = mark
+                    return
         self._ended.add(rank)
         self._poll.unregister(number)
 
@@ -108,7 +109,7 @@ class Links:
         return found
 
 
-_open: weakref.WeakSet[Links] = weakref.WeakSet()
+_open: weakref.WeakSet[Links] = weakref.WeakSet()  # those that a fork has to leave alone
 
 
 def _gone(*ranks: int) -> RuntimeError:
@@ -180,7 +181,8 @@ def _listen(token: int, backlog: int) -> socket.socket:
 
 def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...]) -> Links:
     """Connect to lower ranks, who need not answer for that, then let higher ones in."""
-    patience = min(PATIENCE, group.timeout / 2 if group.timeout else PATIENCE)
+    limit = group.timeout or default_pg_timeout.total_seconds()
+    patience = min(PATIENCE, limit / 2)
     deadline, found = time.monotonic() + patience, {}
     try:
         for rank in range(group.rank):
@@ -202,9 +204,9 @@ def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...])
     except (OSError, struct.error) as error:
         _close(list(found.values()))
         raise OSError("not connected") from error
-    return Links(found, group.timeout)
+    return Links(found, limit)
 
 
 def _same_user(one: socket.socket) -> bool:
-    _, user, _ = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user == os.getuid()
+    _, user, _ = struct.unpack("iII", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.geteuid()

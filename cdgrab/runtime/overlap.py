@@ -81,6 +81,8 @@ class OverlappingHook:
             # unless .grad is the bucket, DDP has copied what is in it when a step is complete
             self._sharing = Sharing(group, links, read_again=model.gradient_as_bucket_view)
             self._piece = -(-PIECE // UNTIL_SHARED)
+            tiny = torch.zeros(group.world_size, 1, dtype=self._dtype)
+            self._at_once(list(tiny), torch.zeros(1, 3, dtype=torch.int64), None, False)  # compiles, if it has to
         elif self._dim > PIECE // ON_SLOW_LINKS and speed(group) < SLOW:
             self._piece = PIECE // ON_SLOW_LINKS
 
@@ -90,6 +92,8 @@ class OverlappingHook:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._begin(buffer)
+        if bucket.is_last():  # not before: of nested backward passes, that in which DDP ends is known only now
+            after_backward(self._end)
         pieces = self._pieces_of(bucket)
         if self._wanted == "whole":
             self._keep(bucket)
@@ -116,7 +120,6 @@ class OverlappingHook:
             self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
         if self._wanted == "look":
             before_the_end(self._look)
-        after_backward(self._end)
 
     def _pieces_of(self, bucket: object) -> list[Piece]:
         index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
@@ -240,7 +243,7 @@ class OverlappingHook:
         division = self._observer.division if self._observer and piece.place is None else None
         return None if division is None else division.owned(piece.slices)
 
-    def _room(self, place: slice | None, width: int, sent: Tensor, lane: int = 0) -> Tensor:
+    def _room(self, place: slice | None, width: int, sent: Tensor, lane: int = -1) -> Tensor:
         """Memory for what is received: the observer's, or some of the size of the largest piece."""
         if self._wanted == "shares" and place is not None:
             room = self._observer.room_for_share(place, sent)
@@ -280,10 +283,10 @@ class OverlappingHook:
 
     def _share(self) -> None:
         divided = not self._regrouped or self._observer is None or self._observer.division is None
-        if not self._sharing.settled(divided):
-            return
-        self._received = {}
-        if not self._sharing.share():  # then pieces of their usual size are faster
+        found = self._sharing.after_step(divided)
+        if found is not None:
+            self._received = {}
+        if found is False:  # then pieces of their usual size are faster
             self._sharing, self._piece, self._buckets = None, PIECE, []
 
     def _may_divide(self) -> bool:

@@ -24,7 +24,8 @@ from cdgrab.runtime.links import DONE, READY, Links, Notice, agreed
 
 MEMORY = "/dev/shm"
 FREE = 0.5  # of that memory, at least, stays free for others, such as processes of a DataLoader
-SETTLED = 1  # steps after that in which buckets changed: DDP may make them anew, of the same parameters, in the second
+SETTLED = 1  # steps without a change before buckets are shared: DDP may rebuild them, of the same parameters, in one
+PATIENT = 100  # steps after which buckets that cannot be shared yet are left where they are
 
 
 class SharedBucket:
@@ -74,6 +75,7 @@ class Sharing:
         self._buffers: list[Tensor] = []  # of this step
         self._shared: list[SharedBucket] = []
         self._same = 0  # steps since buckets changed
+        self._waited = 0  # steps in which they were not shared
 
     def begin(self) -> None:
         """A step begins."""
@@ -88,21 +90,31 @@ class Sharing:
         self._buffers.append(buffer)
         return self._shared[index] if self._shared else None
 
-    def settled(self, divided: bool) -> bool:
-        """The step is complete. Whether buckets should be shared now; divided: coordinates are as they want it."""
+    def after_step(self, divided: bool) -> bool | None:
+        """The step is complete. Returns whether buckets are shared from now on, or never will be; None: nothing has
+        changed. divided: coordinates are as they want it."""
         if any(bucket.moved for bucket in self._shared):
             self.forget()
-        settled = divided and self._same >= SETTLED and not self._shared
-        self._buffers = self._buffers if settled else []  # whose memory DDP may give up
-        return settled
-
-    def share(self) -> bool:
-        """Returns whether buckets are shared from now on; if not, they never are."""
-        self._shared = share(self._buffers, self._group, self._links, self._read_again) or []
-        self._buffers = []
+        buffers, self._buffers = self._buffers, []  # whose memory DDP may give up
+        if self._shared:
+            return None
+        self._waited += 1
+        if divided and self._same >= SETTLED:
+            self._shared = self._tried(buffers)
+        elif self._waited < PATIENT:
+            return None
         if not self._shared:
             self.close()
         return bool(self._shared)
+
+    def _tried(self, buffers: list[Tensor]) -> list[SharedBucket]:
+        try:
+            found = share(buffers, self._group, self._links, self._read_again)
+        except BaseException:  # amid an exchange of descriptors: nobody may take one for another
+            self.close()
+            raise
+        self._waited = 0
+        return found or []
 
 
 def share(
@@ -141,7 +153,7 @@ def _with_others(buffer: Tensor, possible: bool, group: WorkerGroup, links: Link
     try:
         rows = {group.rank: buffer}
         for rank, number in numbers.items():
-            if number is not None and os.fstat(number).st_size >= buffer.nbytes:
+            if number is not None and os.fstat(number).st_size == buffer.nbytes:
                 there = f"/proc/self/fd/{number}"
                 rows[rank] = torch.from_file(there, shared=True, size=len(buffer), dtype=buffer.dtype)
     except (OSError, RuntimeError):  # no room for one more
