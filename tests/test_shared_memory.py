@@ -8,13 +8,13 @@ import shared_checks
 import torch
 from dropin_cases import EPOCHS
 from forked import elsewhere
-from shared_checks import CASES, ON_FOUR, PROCESSES
+from shared_checks import CASES, FEW, PROCESSES
 
 from cdgrab.balance import kernels
 from cdgrab.runtime.mean import mean_of_rows
 from cdgrab.runtime.pieces import Piece
 
-TRAINED = [(n, name) for n in PROCESSES for name in (CASES if n < 4 else ON_FOUR)]
+TRAINED = [(n, name) for n in PROCESSES for name in (CASES if n == 3 else FEW)]
 
 
 @pytest.fixture(scope="module")
