@@ -187,27 +187,24 @@ def few_files(spare):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@contextmanager
-def no_files():
-    share = shared.share
+def few_files_in(module, name, spare):
+    """While this function of a module runs, on the first process."""
+    call = getattr(module, name)
 
     def with_few(*arguments):
-        with few_files(3) if dist.get_rank() == 0 else ExitStack():
-            return share(*arguments)
+        with few_files(spare) if dist.get_rank() == 0 else ExitStack():
+            return call(*arguments)
 
-    with mock.patch.object(shared, "share", with_few):
-        yield
+    return mock.patch.object(module, name, with_few)
+
+
+def no_files():
+    return few_files_in(shared, "share", 3)
 
 
 @contextmanager
 def no_files_to_connect():
-    link = links._link
-
-    def with_few(*arguments):
-        with few_files(0) if dist.get_rank() == 0 else ExitStack():
-            return link(*arguments)
-
-    with mock.patch.object(links, "_link", with_few), mock.patch.object(links, "PATIENCE", 1.0):
+    with few_files_in(links, "_link", 0), mock.patch.object(links, "PATIENCE", 1.0):
         yield
 
 

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import socket
+from unittest import mock
 
 import pytest
 import shared_checks
@@ -11,6 +13,7 @@ from forked import elsewhere
 from shared_checks import CASES, FEW, PROCESSES
 
 from cdgrab.balance import kernels
+from cdgrab.runtime import links, shared
 from cdgrab.runtime.mean import mean_of_rows
 from cdgrab.runtime.pieces import Piece
 
@@ -40,17 +43,17 @@ def shared_steps(result):
 
 @pytest.mark.parametrize(("processes", "name"), TRAINED)
 def test_means_and_orders_are_those_of_messages_to_the_last_bit(found, processes, name):
-    shared, sent = found[processes][name]
-    assert same(shared, sent)
-    steps, every = shared_steps(shared)
+    here, sent = found[processes][name]
+    assert same(here, sent)
+    steps, every = shared_steps(here)
     assert len(steps) == 1 and every - 4 <= steps.pop() < every
     assert shared_steps(sent)[0] == {0}
 
 
 def test_backward_passes_inside_others(found):
     """Gradients of which nobody takes orders."""
-    for (weights, shared), (expected, sent) in zip(*found[3]["nested"], strict=True):
-        assert all(map(torch.equal, weights, expected)) and shared and not sent
+    for (weights, steps), (expected, sent) in zip(*found[3]["nested"], strict=True):
+        assert all(map(torch.equal, weights, expected)) and steps and not sent
 
 
 def test_without_numba_the_same(found):
@@ -91,8 +94,8 @@ def test_closed_sockets_are_noticed_though_a_fork_has_copies(found):
 
 def test_memory_and_files_are_released_with_the_model(found):
     for before, some, more, after, names in found[3]["gone"]:
-        files, maps, links = some
-        assert some == more and files > 1 and maps == 3 * files and links == 1
+        files, maps, linked = some
+        assert some == more and files > 1 and maps == 3 * files and linked == 1
         assert before == after == (0, 0, 0) and not names
 
 
@@ -135,6 +138,45 @@ def test_the_compiled_loop_stays_inside(part):
     rows, kept = torch.ones(2, 8), torch.ones(2, 4)
     with pytest.raises(ValueError, match="outside"):
         kernels.optional("shared").average_and_take(rows.unbind(), torch.tensor([part]), kept)
+
+
+@pytest.fixture
+def sharing():
+    """That of a process whose only socket leads to the other end of a pair, which comes with it."""
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        connected = links.Links({1: mine}, 5.0)
+        yield shared.Sharing(None, connected, True), connected, other
+        connected.close()
+
+
+def test_buckets_that_never_settle_are_left_where_they_are(sharing):
+    bucket, connected, _ = sharing
+    for _ in range(shared.PATIENT - 1):
+        bucket.begin()
+        assert bucket.after_step(divided=False) is None
+    assert connected.close.alive and bucket.after_step(divided=False) is False and not connected.close.alive
+
+
+def test_whoever_fails_while_sharing_leaves_nobody_waiting(sharing, monkeypatch):
+    bucket, connected, other = sharing
+    monkeypatch.setattr(shared, "share", mock.Mock(side_effect=MemoryError))
+    bucket.begin()
+    with pytest.raises(MemoryError):
+        bucket.after_step(divided=True)
+    assert not connected.close.alive and other.recv(1) == b""
+
+
+def test_notices_count_though_their_sender_is_gone(sharing):
+    """With unread notices, so that its end is told as an error, before what it has sent."""
+    _, connected, other = sharing
+    notice = links.Notice(links.DONE, 3, 4)
+    connected.tell(links.Notice(links.READY, 3, 4))
+    other.send(links.NOTICE.pack(notice.kind, True, notice.bucket, notice.step))
+    other.close()
+    assert connected.wait(notice) is True
+    with pytest.raises(RuntimeError, match="rank 1 is closed"):
+        connected.wait(notice._replace(step=5))
 
 
 def test_chunks_of_a_piece():

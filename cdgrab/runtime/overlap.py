@@ -9,8 +9,8 @@ this takes a copy of every piece, but moving what is kept of an earlier step wou
 Where nothing is kept, coordinates are divided as the buckets want it.
 
 On a CPU a long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is
-needed for what is received, and slow links are never idle. Where all processes are on one host, nothing is sent once
-the buckets have settled: see `shared`.
+needed for what is received, and slow links are never idle. Where all processes are on one host, no gradients are sent
+once the buckets have settled: see `shared`.
 """
 
 from __future__ import annotations
