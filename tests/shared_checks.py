@@ -1,5 +1,6 @@
 """Called by test_shared_memory.py: what processes of one host find when they average gradients in shared memory."""
 
+import errno
 import gc
 import os
 import random
@@ -81,10 +82,13 @@ def check(path):
             "without numba": without_numba(),
             "room": trained(no_room, late=True),
             "files": trained(no_files),
+            "too few files": trained(no_files_after_all),
+            "files on their way": trained(too_many_on_their_way),
             "too few files to connect": trained(no_files_to_connect),
             "moved": trained(moved),
             "failed": failed(),
             "nested": nested(),
+            "crosswise": crosswise(),
             "fork": closed_beside_a_fork(),
             "gone": gone(),
             "bf16": trained(attach={"compress": "bf16"}),
@@ -203,6 +207,21 @@ def no_files():
 
 
 @contextmanager
+def no_files_after_all():
+    """They run out although there seemed to be enough."""
+    with no_files(), mock.patch.object(shared, "_may_open", lambda _: True):
+        yield
+
+
+def too_many_on_their_way():
+    """As for a user who is not root, of whom a few dozen processes give each other many files at once."""
+    refused = OSError(errno.ETOOMANYREFS, "too many references")
+    if dist.get_rank():
+        return ExitStack()
+    return mock.patch.object(links.socket, "send_fds", mock.Mock(side_effect=refused))
+
+
+@contextmanager
 def no_files_to_connect():
     with few_files_in(links, "_link", 0), mock.patch.object(links, "PATIENCE", 1.0):
         yield
@@ -219,6 +238,23 @@ def moved():
 
     with mock.patch.object(shared.SharedBucket, "_lies_in", not_once) if dist.get_rank() == 1 else ExitStack():
         yield
+
+
+def crosswise():
+    """In how many steps the first bucket of two models in one backward pass was shared, of which one process has the
+    second first; and their weights."""
+    with counted() as steps:
+        (some, mine), (other, its) = (started() for _ in range(2))
+        both = [*some.parameters(), *other.parameters()]
+        optimiser, inputs = torch.optim.SGD(both, lr=0.1), torch.full((3, 6), float(dist.get_rank()))
+        with mine.paused(), its.paused():
+            for _ in range(6):
+                optimiser.zero_grad()
+                first, second = (some, other) if dist.get_rank() else (other, some)
+                first, second = first(inputs), second(inputs)
+                (first.square().sum() + second.square().sum()).backward()
+                optimiser.step()
+    return gathered((len(steps), [weight.detach().clone() for weight in both]))
 
 
 def failed():

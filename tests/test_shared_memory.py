@@ -1,8 +1,13 @@
 """Gradients that processes of one host average in shared memory, against the same by messages."""
 
+import contextlib
 import multiprocessing
 import os
+import resource
+import secrets
 import socket
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -14,10 +19,11 @@ from shared_checks import CASES, FEW, PROCESSES
 
 from cdgrab.balance import kernels
 from cdgrab.runtime import links, shared
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
 from cdgrab.runtime.pieces import Piece
 
-TRAINED = [(n, name) for n in PROCESSES for name in (CASES if n == 3 else FEW)]
+TRAINED = [(n, name) for n in PROCESSES for name in (CASES if n == 3 else FEW) if name != "views"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,15 @@ def test_without_numba_the_same(found):
     assert shared_steps(found[3]["without numba"])[0] != {0}
 
 
-@pytest.mark.parametrize("name", ["room", "files", "too few files to connect", "off"])
+def test_memory_that_others_see_stays_where_it_is(found):
+    """With gradient_as_bucket_view a bucket is .grad."""
+    here, sent = found[3]["views"]
+    assert same(here, sent) and shared_steps(here)[0] == {0}
+
+
+@pytest.mark.parametrize(
+    "name", ["room", "files", "too few files", "files on their way", "too few files to connect", "off"]
+)
 def test_what_one_process_cannot_do_none_does(found, name):
     assert shared_steps(found[3][name])[0] == {0}
     assert same(found[3][name], found[3]["off"])
@@ -72,6 +86,21 @@ def test_a_bucket_that_moves_on_one_process_is_shared_anew_on_all(found):
     steps, every = shared_steps(result)
     assert same(result, found[3]["views"][0])
     assert len(steps) == 1 and every - 7 <= steps.pop() < every - 3
+
+
+def test_half_of_the_files_stay_free(monkeypatch):
+    """Those that are open count."""
+    limit = 2 * (len(os.listdir("/proc/self/fd")) + 10)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert shared._may_open(10) and not shared._may_open(11)
+
+
+def test_models_whose_order_differs_between_processes_are_shared_both(found):
+    """Two in one backward pass."""
+    (steps, weights), *others = found[3]["crosswise"]
+    assert 4 <= steps < 12
+    for its_steps, its_weights in others:
+        assert its_steps == steps and all(map(torch.equal, weights, its_weights))
 
 
 def test_compressed_gradients_are_sent(found):
@@ -146,7 +175,7 @@ def sharing():
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
         connected = links.Links({1: mine}, 5.0)
-        yield shared.Sharing(None, connected, True), connected, other
+        yield shared.Sharing(None, connected), connected, other
         connected.close()
 
 
@@ -165,6 +194,42 @@ def test_whoever_fails_while_sharing_leaves_nobody_waiting(sharing, monkeypatch)
     with pytest.raises(MemoryError):
         bucket.after_step(divided=True)
     assert not connected.close.alive and other.recv(1) == b""
+
+
+def test_any_patience_will_do():
+    """The system takes no more than 24 days."""
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        connected, notice = links.Links({1: mine}, 1e12), links.Notice(links.DONE, 3, 4)
+        other.send(links.NOTICE.pack(notice.kind, False, notice.bucket, notice.step))
+        assert connected.wait(notice) is False
+        other.close()
+        with pytest.raises(RuntimeError, match="rank 1 is closed"):
+            connected.wait(notice)
+        connected.close()
+
+
+def test_strangers_who_connect_do_not_prolong_the_wait(monkeypatch):
+    """They are let in, found to be none of ours, and time runs on."""
+    monkeypatch.setattr(links, "PATIENCE", 0.5)
+    token, ended = secrets.randbits(62), threading.Event()
+
+    def knock():
+        while not ended.is_set():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one, contextlib.suppress(OSError):
+                one.connect(links._address(token))
+                one.send(links.HELLO.pack(1, 0))
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=knock, daemon=True)
+    with links._listen(token, 2) as listening:
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(OSError, match="not connected"):
+            links._link(WorkerGroup(2, 0, 2), listening, (token, token))
+    ended.set()
+    thread.join()
+    assert 0.5 <= time.monotonic() - start < 5
 
 
 def test_notices_count_though_their_sender_is_gone(sharing):

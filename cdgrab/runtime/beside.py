@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -56,6 +57,10 @@ class InThread:
     def run(self, jobs: Iterable[Iterator[bool]]) -> None:
         self._jobs.extend(jobs)
         self._pool.submit(_in_turn, self._jobs)
+
+    def call(self, function: Callable[[], None]) -> concurrent.futures.Future:
+        """After all jobs."""
+        return self._pool.submit(function)
 
 
 class OnStream:

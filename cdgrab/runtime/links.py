@@ -7,6 +7,7 @@ behind; everybody can see them, but only processes of the same user are let in.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -28,6 +29,7 @@ from cdgrab.runtime.group import WorkerGroup
 
 SWITCH = "CDGRAB_SHARED_MEMORY"  # 0: processes of one host exchange messages, too
 PATIENCE = 10.0  # seconds in which processes that have told their addresses connect
+LONGEST = 10**6  # seconds that the system can be asked to wait
 READY, DONE = 1, 2  # kinds of notices: my memory may be read; I have written what is mine to everybody's
 HELLO, NOTICE = struct.Struct("<qq"), struct.Struct("<B?xxiq")
 
@@ -49,7 +51,7 @@ class Links:
         self._poll = select.poll()
         self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
         for one in sockets.values():
-            one.settimeout(patience)
+            one.settimeout(min(patience, LONGEST))
             self._poll.register(one, select.POLLIN)
         self.close = weakref.finalize(self, _close, list(sockets.values()))
         _open.add(self)
@@ -70,8 +72,9 @@ class Links:
         while missing := self._sockets.keys() - self._arrived[notice].keys():
             if missing & self._ended or not self.close.alive:
                 raise _gone(*sorted(missing & self._ended))
-            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ready:
+            left = deadline - time.monotonic()
+            ready = self._poll.poll(min(max(0.0, left), LONGEST) * 1000)
+            if not ready and left <= LONGEST:
                 raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, sorted(missing)))}")
             for number, _ in ready:
                 self._receive(number)
@@ -94,7 +97,7 @@ class Links:
         found: dict[int, int | None] = {}
         try:
             for one in self._sockets.values():
-                socket.send_fds(one, [b"." if number is None else b"+"], [] if number is None else [number])
+                _give(one, number)
             for rank, one in self._sockets.items():
                 data, numbers, flags, _ = socket.recv_fds(one, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 found[rank] = numbers[0] if numbers else None
@@ -110,6 +113,17 @@ class Links:
 
 
 _open: weakref.WeakSet[Links] = weakref.WeakSet()  # those that a fork has to leave alone
+
+
+def _give(one: socket.socket, number: int | None) -> None:
+    if number is not None:
+        try:
+            socket.send_fds(one, [b"+"], [number])
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # too many are on their way
+                raise
+    one.send(b".")
 
 
 def _gone(*ranks: int) -> RuntimeError:
@@ -133,11 +147,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def connect(group: WorkerGroup) -> Links | None:
-    """All processes call this together, and get links if all of them are on one host; otherwise all get None."""
+def connect(group: WorkerGroup, wanted: bool = True) -> Links | None:
+    """All processes call this together, and get links if all of them are on one host and want them; otherwise all get
+    None."""
     mine, listening = secrets.randbits(62), None
     with suppress(OSError, AttributeError):  # another system, or too many open files
-        if sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0":
+        if wanted and sys.platform == "linux" and os.environ.get(SWITCH, "1") != "0":
             listening = _listen(mine, group.world_size)
     told = group.gather(torch.tensor([[mine, _host() if listening else 0]])).tolist()
     tokens, hosts = zip(*told, strict=True)
@@ -193,9 +208,12 @@ def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...])
                 raise PermissionError("another user has taken this address")
             one.send(HELLO.pack(group.rank, tokens[group.rank]))
         while len(found) < group.world_size - 1:
-            listening.settimeout(max(0.01, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left <= 0:  # though others may still come: anybody may try to connect
+                raise TimeoutError
+            listening.settimeout(left)
             one, _ = listening.accept()
-            one.settimeout(patience)
+            one.settimeout(max(0.01, deadline - time.monotonic()))
             rank, token = HELLO.unpack(one.recv(HELLO.size)) if _same_user(one) else (-1, 0)
             if group.rank < rank < group.world_size and token == tokens[rank]:
                 found[rank] = one

@@ -15,6 +15,7 @@ once the buckets have settled: see `shared`.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, cycle
@@ -77,9 +78,9 @@ class OverlappingHook:
         self._piece, group = PIECE, self._beside.group
         if alone or on_gpu:
             return
-        if self._wire is None and (links := connect(group)):
-            # unless .grad is the bucket, DDP has copied what is in it when a step is complete
-            self._sharing = Sharing(group, links, read_again=model.gradient_as_bucket_view)
+        # memory moves only if nobody but DDP knows where it is
+        if links := connect(group, wanted=self._wire is None and not model.gradient_as_bucket_view):
+            self._sharing = Sharing(group, links)
             self._piece = -(-PIECE // UNTIL_SHARED)
             tiny = torch.zeros(group.world_size, 1, dtype=self._dtype)
             self._at_once(list(tiny), torch.zeros(1, 3, dtype=torch.int64), None, False)  # compiles, if it has to
@@ -273,8 +274,15 @@ class OverlappingHook:
             self._error = self._error or error
 
     def _end(self) -> None:
-        if self._sharing and not self._broken:
-            self._share()  # even if something else has failed here: other processes do
+        """Each of several models in one backward pass waits when all have begun: processes may have their own order."""
+        if self._sharing and not self._broken:  # even if something else has failed here: other processes do
+            before_the_end(partial(self._complete_step, self._beside.call(self._share)))
+        else:
+            self._complete_step(None)
+
+    def _complete_step(self, shared: concurrent.futures.Future | None) -> None:
+        if shared:
+            shared.result()
         if self._error is not None:
             raise self._error
         self._complete = True

@@ -23,7 +23,7 @@ from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.links import DONE, READY, Links, Notice, agreed
 
 MEMORY = "/dev/shm"
-FREE = 0.5  # of that memory, at least, stays free for others, such as processes of a DataLoader
+FREE = 0.5  # of that memory, and of the files that may be open, stays free for others, such as loader processes
 SETTLED = 1  # steps without a change before buckets are shared: DDP may rebuild them, of the same parameters, in one
 PATIENT = 100  # steps after which buckets that cannot be shared yet are left where they are
 
@@ -68,10 +68,10 @@ class SharedBucket:
 
 class Sharing:
     """The buckets of a model, from the step on in which they are shared. All processes call all of this together, so
-    that each finds the same. read_again: whether what is in a bucket matters after the step."""
+    that each finds the same."""
 
-    def __init__(self, group: WorkerGroup, links: Links, read_again: bool) -> None:
-        self._group, self._links, self._read_again, self.close = group, links, read_again, links.close
+    def __init__(self, group: WorkerGroup, links: Links) -> None:
+        self._group, self._links, self.close = group, links, links.close
         self._buffers: list[Tensor] = []  # of this step
         self._shared: list[SharedBucket] = []
         self._same = 0  # steps since buckets changed
@@ -109,7 +109,7 @@ class Sharing:
 
     def _tried(self, buffers: list[Tensor]) -> list[SharedBucket]:
         try:
-            found = share(buffers, self._group, self._links, self._read_again)
+            found = share(buffers, self._group, self._links)
         except BaseException:  # amid an exchange of descriptors: nobody may take one for another
             self.close()
             raise
@@ -117,19 +117,17 @@ class Sharing:
         return found or []
 
 
-def share(
-    buffers: Sequence[Tensor], group: WorkerGroup, links: Links, read_again: bool = True
-) -> list[SharedBucket] | None:
-    """All processes call this together, between two steps. None, on all of them, if memory of one cannot be shared.
-    read_again: see `Sharing`."""
-    if not agreed(group, _has_room(sum(buffer.nbytes for buffer in buffers) * group.world_size)):
+def share(buffers: Sequence[Tensor], group: WorkerGroup, links: Links) -> list[SharedBucket] | None:
+    """All processes call this together, between two steps. What is in the buffers is lost: DDP has copied it. None, on
+    all of them, if memory of one cannot be shared."""
+    size = sum(buffer.nbytes for buffer in buffers) * group.world_size
+    if not agreed(group, _has_room(size) and _may_open(len(buffers) + group.world_size)):
         return None
     found: list[list[Tensor]] = []
     with group.traffic.collective("shared memory"):
         for buffer in buffers:  # when one has failed, the others are still told that nothing comes
             possible = len(found[-1]) == group.world_size if found else True
-            if not read_again:
-                _give_back_pages(buffer)
+            _give_back_pages(buffer)
             found.append(_with_others(buffer, possible, group, links))
     if not agreed(group, all(len(rows) == group.world_size for rows in found)):
         return None
@@ -143,6 +141,14 @@ def _has_room(size: int) -> bool:
     except OSError:
         return False
     return there.f_bavail * there.f_frsize - size >= FREE * there.f_blocks * there.f_frsize
+
+
+def _may_open(files: int) -> bool:
+    """So many more. Every shared bucket has an open file."""
+    from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit  # not on every system
+
+    limit = getrlimit(RLIMIT_NOFILE)[0]
+    return limit == RLIM_INFINITY or len(os.listdir("/proc/self/fd")) + files <= (1 - FREE) * limit
 
 
 def _with_others(buffer: Tensor, possible: bool, group: WorkerGroup, links: Links) -> list[Tensor]:
