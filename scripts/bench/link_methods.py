@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,6 +91,7 @@ class Training:
             self.model = DistributedDataParallel(trained.make(), **options)
         self._optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._load({"sampler": DistributedSampler(self._data)})
+        self.around_backward: AbstractContextManager = nullcontext()
 
     def take_hooks(self) -> None:
         """DDP takes one hook for good: this one passes on to `hook`, which may change."""
@@ -107,7 +109,9 @@ class Training:
         inputs, labels = next(self._batches)
         self._optimiser.zero_grad()
         self.model.require_backward_grad_sync = exchange  # as `no_sync` does
-        F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten()).backward()
+        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
+        with self.around_backward:
+            loss.backward()
         self._optimiser.step()
 
     def _load(self, order: dict) -> None:
