@@ -1,8 +1,16 @@
 """Training over limited links: the links, one process's share of the benchmark, and what is said about its rows."""
 
+import contextlib
+import inspect
+import itertools
 import json
+import os
+import signal
+import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import IPython.display as notebook_display
 import pytest
@@ -10,7 +18,7 @@ import pytest
 from experiments.report import bench_claims, figures_link, plots
 from experiments.report.notebook import FOLDER
 from experiments.store import bench as bench_results
-from scripts.bench import hosts, link, link_methods
+from scripts.bench import delay, delay_line, hosts, link, link_methods
 from scripts.bench.__main__ import main
 
 RECEIVE = """
@@ -24,30 +32,121 @@ while left:
 print(time.perf_counter() - start)
 """
 SEND = "import socket, sys; socket.create_connection(('10.78.0.1', 5000)).sendall(bytes(int(sys.argv[1])))"
+TAKE = """
+import socket, sys, time
+server = socket.socket(type=socket.SOCK_DGRAM)
+server.setsockopt(socket.SOL_SOCKET, 33, 2**24)  # SO_RCVBUFFORCE
+server.bind(("10.78.0.1", 5000))
+server.settimeout(5)
+print("ready", flush=True)
+for _ in range(int(sys.argv[1])):
+    number, sent = server.recv(2000).split()[:2]
+    print(number.decode(), time.monotonic() - float(sent))
+"""
+NUMBER = """
+import socket, sys, time
+socket.socket().connect_ex(("10.78.0.1", 1))  # until its address is known, only a few may wait
+talk = socket.socket(type=socket.SOCK_DGRAM)
+for number in range(int(sys.argv[1])):
+    talk.sendto(f"{number} {time.monotonic()} ".encode().ljust(1000), ("10.78.0.1", 5000))
+    if number % 10 == 0:
+        time.sleep(1e-3)
+"""
+
+
+def on_host(rank, code, *arguments):
+    command = ["ip", "netns", "exec", hosts.host(rank), sys.executable, "-S", "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_links_keep_their_limit_and_count_their_bytes():
     if reason := hosts.why_not():
         pytest.skip(reason)
     size, speed = 1_500_000, 50e6
-
-    def on_host(rank, code):
-        command = ["ip", "netns", "exec", hosts.host(rank), sys.executable, "-S", "-c", code, str(size)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
     with hosts.hosts(2, 1e9):
         for rank in range(2):
             hosts.limit(rank, speed)
         before = hosts.sent_bytes(1)
-        with on_host(0, RECEIVE) as receiver:
+        with on_host(0, RECEIVE, size) as receiver:
             assert receiver.stdout.readline() == "ready\n"
-            with on_host(1, SEND):
+            with on_host(1, SEND, size):
                 seconds = float(receiver.stdout.readline())
         assert size < hosts.sent_bytes(1) - before < 1.1 * size
         assert hosts.sent_bytes(0) < 0.1 * size
         assert 0.9 * (size - 2 * 2**16) * 8 / speed < seconds < 30 * size * 8 / speed  # after a burst at each end
         with pytest.raises(hosts.CdgrabError, match="another process has such hosts"), hosts.hosts(1, 1e9):
             pass
+
+
+@pytest.fixture
+def without_netem(monkeypatch):
+    """Also on a kernel that has it."""
+    monkeypatch.setattr(hosts, "_kernel_delays", lambda: False)
+    hosts.why_not.cache_clear()
+    if reason := hosts.why_not(1.0):
+        pytest.skip(reason)
+    yield
+    hosts.why_not.cache_clear()
+
+
+def cards():
+    return hosts._do("ip", "-n", hosts.SWITCH, "-br", "link", "show")
+
+
+def test_a_delay_line_holds_every_frame_for_so_long_and_loses_none(without_netem):
+    with hosts.hosts(2, 1e9, 30.0):
+        with on_host(0, TAKE, 500) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            with on_host(1, NUMBER, 500):
+                taken = [line.split() for line in receiver.stdout]
+        assert 0 < hosts.delaying_seconds() < 5
+        process = Path("/proc", hosts._delaying())
+    assert [int(number) for number, _ in taken] == list(range(500))
+    delays = [float(delay) for _, delay in taken]
+    assert min(delays) > 0.030 - delay_line.OWN_SECONDS and statistics.median(delays) < 0.045
+    assert not process.exists() and hosts.delaying_seconds() == 0
+
+
+def test_large_packets_pass_and_a_round_trip_takes_two_delays(without_netem):
+    call = [inspect.getsource(part) for part in (hosts.address, hosts.round_trip_ms)]  # importing it takes seconds
+    call = ["import socket, statistics, time", *call, "print(round_trip_ms(0))"]
+    with hosts.hosts(2, 1e9, 5.0):
+        with on_host(0, RECEIVE, 10_000_000) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            with on_host(1, SEND, 10_000_000):
+                assert 0.01 < float(receiver.stdout.readline()) < 3
+        with on_host(1, "\n".join(call)) as caller:
+            assert 9.8 < float(caller.stdout.readline()) < 15
+
+
+def test_a_delay_line_ends_with_its_parent_and_its_card_with_it(without_netem):
+    with hosts.hosts(1, 1e9, 5.0):
+        assert hosts.LINE in cards()
+        os.kill(int(hosts._delaying()), signal.SIGKILL)
+        assert gone(lambda: hosts.LINE in cards())
+        command = ["ip", "netns", "exec", hosts.SWITCH, sys.executable, "-S", delay_line.__file__, "another", "1"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as line:
+            assert line.stdout.readline() == b"ready\n" and "another" in cards()
+            line.stdin.close()  # as the kernel does when the one who has the other end is killed
+            assert line.wait(2) == 0 and "another" not in cards()
+    assert not any(hosts.SWITCH in name for name in hosts._do("ip", "netns", "list").splitlines())
+
+
+def gone(there):
+    """Within two seconds."""
+    end = time.monotonic() + 2
+    while there() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not there()
+
+
+def test_it_is_said_why_there_can_be_no_delay(without_netem, monkeypatch, tmp_path):
+    """Neither by the kernel nor by a process."""
+    (tmp_path / "refuses.py").write_text("print('no such device')")
+    monkeypatch.setattr(delay_line, "__file__", str(tmp_path / "refuses.py"))
+    assert hosts.why_not(2.0) == "this kernel has no netem, and a delay line cannot start: no such device"
+    assert not hosts.why_not(0.0)
 
 
 def test_every_method_takes_its_turns(tmp_path, monkeypatch):
@@ -58,13 +157,19 @@ def test_every_method_takes_its_turns(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(hosts, "limit", lambda *settings: calls.append(settings))
     monkeypatch.setattr(hosts, "sent_bytes", lambda rank: 1000 * len(calls))
+    clock = itertools.count()
+    monkeypatch.setattr(hosts, "delaying_seconds", lambda: next(clock) if calls[-1][2] else 0.0)
+    monkeypatch.setattr(hosts, "round_trip_ms", lambda rank: 2.1)
     tiny = link_methods.Trained(lambda: link_methods.TinyGpt2(50, width=16, layers=1, heads=2), (4,), words=50)
     monkeypatch.setitem(link_methods.MODELS, "LSTM", tiny)
     monkeypatch.setattr(link, "MOST_STEPS", 2)
-    link.main(str(tmp_path / "found"), "LSTM", "smoke", "1.0/0.0")
-    assert calls == [(0, 1e9, 0.0)]
-    rows = list(link._rows([json.loads((tmp_path / "found0").read_text())[0]] * 2, 1.0))
+    link.main(str(tmp_path / "found"), "LSTM", "smoke", "1.0/0.0", "1.0/0.1")
+    assert calls == [(0, 1e9, 0.0), (0, 1e9, 0.1)]
+    direct, delayed = json.loads((tmp_path / "found0").read_text())
+    rows, (first, *_) = (list(link._rows([found] * 2, 1.0)) for found in (direct, delayed))
     assert [(row["method"], row["density"]) for row in rows] == link_methods.methods()
+    assert first["round_trip_ms"] == 2.1 and 0 < first["delay_cpu_seconds"] <= 1
+    assert not any({"round_trip_ms", "delay_cpu_seconds"} & row.keys() for row in rows)
     for row in rows:
         assert row["ratio"] == pytest.approx(row["seconds_per_step"] / rows[1]["seconds_per_step"], rel=1e-3)
         if row["density"]:
@@ -74,7 +179,7 @@ def test_every_method_takes_its_turns(tmp_path, monkeypatch):
 
 
 def turns(seconds, sent):
-    return [{"seconds": s, "cpu": s / 2, "bytes": sent} for s in seconds]
+    return [{"seconds": s, "cpu": s / 2, "bytes": sent, "delaying": 0.0} for s in seconds]
 
 
 def test_rows_are_medians_of_rounds():
@@ -135,6 +240,37 @@ def test_the_winner_is_named_for_every_link(results):
     (off,) = figures_link.unmatched("cpu")
     assert off.endswith("over 1 Gbit/s: not compared, since less is sent than is wanted: MiCRO, 0.01 (0.008).")
     assert figures_link.skipped("cpu") == ["1 Gbit/s with a delay of 0.1 ms: not measured, this kernel cannot"]
+
+
+def test_links_with_a_delay_have_their_place_in_what_is_said(results):
+    """Those that were skipped once, and have been measured since; claims are of links without."""
+    before = [list(bench_claims.speed("ExDyna")), figures_link.fastest()]
+    line = {"delay": 0.1, "round_trip_ms": 0.21}
+    methods = [("no exchange", None, 0.0), ("DDP", None, 0.03), ("CD-GraB", None, 0.04), ("ExDyna", 0.001, 0.01)]
+    rows = [made_up(m, d, 1.0) | line | {"delay_cpu_seconds": cpu} for m, d, cpu in methods]
+    bench_results.write("delay", "cpu", rows, {"size": "full", "ended": "2027", "commit": "def"})
+    assert not figures_link.skipped("cpu") and list(bench_claims.speed("ExDyna")) == before[0]
+    (said,) = figures_link.delayed("cpu")
+    assert said == (
+        "transformer (25 M parameters) over 1 Gbit/s with a delay of 0.1 ms: a round trip takes 0.21 ms; of a "
+        "processor, the process that delays takes 0.03 s in a step of DDP and 0.01 s in a step of ExDyna, 0.001."
+    )
+    assert [row.split("|")[2].strip() for row in figures_link.fastest().splitlines()[2:]] == [
+        *("10 Gbit/s", "1 Gbit/s", "1 Gbit/s with a delay of 0.1 ms")
+    ]
+
+
+def test_every_delay_has_a_start_of_its_own(monkeypatch):
+    """Of all links only those are left out that cannot be."""
+    starts, found = [], {"turns": {}}
+    monkeypatch.setattr(hosts, "why_not", lambda delay=0.0: "too long" if delay > 0.5 else "")
+    monkeypatch.setattr(hosts, "hosts", lambda count, speed, delay=0.0: contextlib.nullcontext())
+    monkeypatch.setattr(hosts, "run_on_hosts", lambda *call: starts.append(call[2]) or [[found] * len(call[2][2:])] * 4)
+    monkeypatch.setattr(link, "_rows", lambda every, gigabits: [])
+    monkeypatch.setitem(link.TRAINED, "full", ("LSTM",))
+    rows = [*link.over([(10.0, 0.0), (1.0, 0.0), *delay.LINKS["full"]], "cpu", "full")]
+    assert [start[2:] for start in starts] == [("10.0/0.0", "1.0/0.0"), ("1.0/0.001",), ("1.0/0.1",)]
+    assert rows == [{"device": "cpu", "link": 1.0, "delay": 1.0, "skipped": "too long"}]
 
 
 def test_the_table_of_the_documentation_names_the_same_winners(results):

@@ -1,5 +1,6 @@
-"""Training over links of limited speed (`make bench BENCH=link`): seconds per step by bandwidth, which method wins,
-what stands in the way of ExDyna, and what it gains by sending while the backward pass runs."""
+"""Training over links of limited speed (`make bench BENCH=link`, with a delay: `BENCH=delay`): seconds per step by
+bandwidth, which method wins, what stands in the way of ExDyna, and what it gains by sending while the backward pass
+runs."""
 
 from __future__ import annotations
 
@@ -26,14 +27,19 @@ COLOURS = {  # those of the studies, where these have the method
 
 def measured(device: str = "cpu", **wanted: object) -> list[dict]:
     """Rows without those that were skipped."""
-    rows = [row for row in read_rows("link") if row["device"] == device and "skipped" not in row]
+    rows = [row for row in _rows(device) if "skipped" not in row]
     return [row for row in rows if wanted.items() <= row.items()]
 
 
 def skipped(device: str) -> list[str]:
-    """What was not measured, and why."""
-    rows = [row for row in read_rows("link") if row["device"] == device and "skipped" in row]
-    return [f"{_link(row)}: not measured, {row['skipped']}" for row in rows]
+    """What was not measured, and why: links that were skipped once may have been measured since."""
+    known = {_link(row) for row in measured(device)}
+    reasons = {_link(row): row["skipped"] for row in _rows(device) if "skipped" in row and _link(row) not in known}
+    return [f"{link}: not measured, {reason}" for link, reason in reasons.items()]
+
+
+def _rows(device: str) -> list[dict]:
+    return [row for benchmark in ("link", "delay") for row in read_rows(benchmark) if row["device"] == device]
 
 
 def name(row: dict) -> str:
@@ -154,6 +160,16 @@ def sent_early(device: str) -> Iterator[str]:
             yield f"{place(rows[0])}, {EARLY}: times as fast as {EXDYNA}: {enumerated(gains)}."
 
 
+def delayed(device: str) -> Iterator[str]:
+    """How long the delay is in truth, and what is taken by the process that delays, if there is one."""
+    for rows in together(measured(device)):
+        if trip := rows[0].get("round_trip_ms"):
+            taken = {name(row): row.get("delay_cpu_seconds") for row in rows if row["method"] in (PLAIN, EXDYNA)}
+            parts = [f"{seconds:.3g} s in a step of {method}" for method, seconds in taken.items() if seconds]
+            process = f"; of a processor, the process that delays takes {enumerated(parts)}" if parts else ""
+            yield f"{place(rows[0])}: a round trip takes {trip:.3g} ms{process}."
+
+
 def _gains(rows: list[dict]) -> list[str]:
     """How many times as fast ExDyna is if its sections are sent early, by density."""
     found = {(row["method"], row["density"]): row for row in rows if sends_enough(row)}
@@ -178,8 +194,10 @@ def sought() -> Iterator[tuple[str, str, str]]:
 
 
 def together(rows: list[dict]) -> Iterator[list[dict]]:
-    """Those of one model and link."""
-    for key in dict.fromkeys((row["model"], row["link"], row["delay"]) for row in rows):
+    """Those of one model and link, a model's links together."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    keys = dict.fromkeys((row["model"], row["link"], row["delay"]) for row in rows)
+    for key in sorted(keys, key=lambda key: models.index(key[0])):
         yield [row for row in rows if (row["model"], row["link"], row["delay"]) == key]
 
 

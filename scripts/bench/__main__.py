@@ -17,11 +17,11 @@ from cdgrab.runtime.connection import DEVICES, pick_device
 from experiments.early import exit_status
 from experiments.store import bench as store
 from scripts.arguments import Parser
-from scripts.bench import balance, dropin, epoch, fleet, link, memory, peers, timeline, traffic
+from scripts.bench import balance, delay, dropin, epoch, fleet, link, memory, peers, timeline, traffic
 from scripts.bench.measure import manifest, measured
 
 # each has `measure(device, size)`, which yields rows, and `describe(row)`, one line for people
-MODULES = (balance, epoch, traffic, memory, peers, dropin, fleet, link, timeline)
+MODULES = (balance, epoch, traffic, memory, peers, dropin, fleet, link, delay, timeline)
 BENCHMARKS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -5,15 +5,17 @@ within one start of the processes, one round of turns after the other; `ratio` i
 round. Bytes are those of the kernel's counters, of the process that sends most. All processes share this machine's
 cores, so that computing costs more than on hosts of their own. Therefore a row also has the seconds of a step without
 any exchange, those that the link takes for the bytes at full speed, and those of a processor: for all that a process
-does, for what a sparsifier's hook does, and for selecting (means over the processes).
+does, for what a sparsifier's hook does, and for selecting (means over the processes). Links with a delay are another
+benchmark, `delay`.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,27 +30,34 @@ TRAINED = {"smoke": ("LSTM",), "quick": ("LSTM", "transformer"), "full": tuple(M
 LINKS = {  # Gbit/s and ms one way, the fastest first: there the methods warm up
     "smoke": ((1.0, 0.0),),
     "quick": ((1.0, 0.0),),
-    "full": ((10.0, 0.0), (1.0, 0.0), (0.1, 0.0), (1.0, 0.1), (1.0, 1.0)),
+    "full": ((10.0, 0.0), (1.0, 0.0), (0.1, 0.0)),
 }
 SECONDS = {"smoke": 0.0, "quick": 6.0, "full": 60.0}  # of all rounds over one link, but there are at least
 FEWEST = {"smoke": 1, "quick": 2, "full": 4}
 MOST_ROUNDS, MOST_STEPS = 30, 8
 TURN_SECONDS = 0.3  # of DDP: short steps are measured several at a time
+Link = tuple[float, float]
 
 
 def measure(device: str, size: str) -> Iterator[dict]:
+    yield from over(LINKS[size], device, size)
+
+
+def over(links: Sequence[Link], device: str, size: str) -> Iterator[dict]:
+    """Those without a delay take turns in one start of the processes; a delay is that of a start."""
     if reason := "links are limited between processes on CPUs" if device != "cpu" else hosts.why_not():
         print(f"  skipped: {reason}")
         return
-    possible = [link for link in LINKS[size] if not hosts.why_not(link[1])]
-    for model in TRAINED[size]:
-        with hosts.hosts(PROCESSES, possible[0][0] * 1e9):
-            arguments = (model, size, *(f"{gigabits}/{delay}" for gigabits, delay in possible))
+    possible = [link for link in links if not hosts.why_not(link[1])]
+    starts = [[link for link in possible if not link[1]], *([link] for link in possible if link[1])]
+    for model, together in itertools.product(TRAINED[size], filter(None, starts)):
+        with hosts.hosts(PROCESSES, together[0][0] * 1e9, together[0][1]):
+            arguments = (model, size, *(f"{gigabits}/{delay}" for gigabits, delay in together))
             every = hosts.run_on_hosts("scripts.bench.link", PROCESSES, arguments)
-        for number, (gigabits, delay) in enumerate(possible):
+        for number, (gigabits, delay) in enumerate(together):
             where = {"device": device, "model": model, "link": gigabits, "delay": delay}
             yield from (where | row for row in _rows([found[number] for found in every], gigabits))
-    for gigabits, delay in LINKS[size]:
+    for gigabits, delay in links:
         if (gigabits, delay) not in possible:
             yield {"device": device, "link": gigabits, "delay": delay, "skipped": hosts.why_not(delay)}
 
@@ -79,6 +88,10 @@ def _rows(every: list[dict], gigabits: float) -> Iterator[dict]:
         row["cpu_seconds"] = rounded(statistics.mean(_mean(one["turns"][name], "cpu") for one in every))
         for key in found["sparse"].get(name, ()):
             row[key] = rounded(statistics.mean(one["sparse"][name][key] for one in every))
+        if delaying := _mean(found["turns"][name], "delaying"):
+            row["delay_cpu_seconds"] = rounded(delaying)
+        if "round_trip_ms" in found:
+            row["round_trip_ms"] = rounded(found["round_trip_ms"])
         yield row | {"rounds": len(ratios), "steps": found["steps"]}
 
 
@@ -90,9 +103,9 @@ def _mean(turns: list[dict], key: str) -> float:
 
 
 def turn(contender: Contender, steps: int) -> dict[str, float]:
-    """Seconds, seconds of a processor and bytes, each per step."""
+    """Seconds, seconds of a processor, those of the delay line, and bytes, each per step."""
     contender.begin()
-    before = hosts.sent_bytes(dist.get_rank())
+    before, delaying = hosts.sent_bytes(dist.get_rank()), hosts.delaying_seconds()
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -100,6 +113,7 @@ def turn(contender: Contender, steps: int) -> dict[str, float]:
     dist.barrier()
     spent = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
     spent["bytes"] = hosts.sent_bytes(dist.get_rank()) - before
+    spent["delaying"] = hosts.delaying_seconds() - delaying
     return {key: value / steps for key, value in spent.items()}
 
 
@@ -144,7 +158,10 @@ def main(target: str, model: str, size: str, *links: str) -> None:
     for gigabits, delay in (map(float, link.split("/")) for link in links):
         hosts.limit(dist.get_rank(), gigabits * 1e9, delay)
         dist.barrier()
-        found.append(in_rounds(made, size, f"{model}, {gigabits:g} Gbit/s" + f", {delay:g} ms" * bool(delay)))
+        trip = {"round_trip_ms": hosts.round_trip_ms(1)} if delay and not dist.get_rank() else {}
+        dist.barrier()
+        say = f"{model}, {gigabits:g} Gbit/s" + f", {delay:g} ms" * bool(delay)
+        found.append(in_rounds(made, size, say) | trip)
     parameters = sum(p.numel() for p in MODELS[model].make().parameters())
     report(target, [one | {"parameters": parameters} for one in found])
 

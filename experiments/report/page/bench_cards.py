@@ -25,6 +25,7 @@ TITLES = {  # of benchmarks
     "dropin": "The drop-in sampler",
     "fleet": "Runs that train together",
     "link": "Sparse gradients over a slow link",
+    "delay": "Sparse gradients over a link with a delay",
 }
 UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
 FEW = 20  # rows of a table that is not folded
