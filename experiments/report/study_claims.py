@@ -211,9 +211,10 @@ ON_REAL_GRADIENTS = (
         NEAR_OPTIMAL,
         *TRAINED[1],
         *(
-            f", selecting: Top-k's time / that of {method}, {workers} workers"
+            f", selecting: Top-k's time / that of {whose}{method}, {workers} workers"
             for workers in (2, 8, 64)
             for method in (OWN, AS_PUBLISHED)
+            for whose in ("", "the slowest worker of ")
         ),
     ),
 )
