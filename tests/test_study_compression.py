@@ -237,6 +237,16 @@ def test_what_orders_gain_is_drawn_by_density(study, monkeypatch):
         "89 %, fails; imbalance 0.102, holds",
         "9.5e+02 %, fails; imbalance 0.102, holds",
     ]  # it is 0.0105
+    remedies = rows_of(compression_figures.remedy_table, some)
+    assert [row[1:3] for row in (remedies[0], remedies[-1])] == [
+        ["ExDyna", "dense"],
+        ["ExDyna, no momentum, half the rate", "dense, half the rate"],
+    ]
+    assert len(remedies) == 7 and {row[0] for row in remedies} == {"LeNet-CIFAR-10, 8 workers"}
+    assert [row[3].split()[0] for row in remedies] == ["1.4", *["1"] * 6] and remedies[0][3].endswith("], fails")
+    assert not any(row[3].count(",") > 1 for row in remedies if row[1].endswith("rate") and row[2] == "dense")
+    del some.settings.cells["lenet_8_thousandth"], some.settings.cells["lenet_8_tenth"]
+    assert compression_figures.remedy_table(some) == ""
     assert any(
         "(5 of LSTM-WikiText-2)" in words.get_text() and "20 seeds" in words.get_text() for words in figure.texts
     )

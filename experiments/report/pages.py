@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compression": partial(study, "compression"),
     "compression-orders": partial(study, "compression", 1),
     "compression-density": partial(study, "compression", 2),
+    "compression-remedies": partial(study, "compression", 3),
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,

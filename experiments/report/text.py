@@ -18,7 +18,9 @@ FEWEST_SEEDS = 3  # for a spread, a band or a p value
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    """A Markdown table; every row has the same keys."""
+    """A Markdown table; every row has the same keys. Nothing, if there are no rows."""
+    if not rows:
+        return ""
     lines = [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines]

@@ -48,6 +48,15 @@ DASHES = {  # strokes and gaps, by option
     "rate": (8, 1.2),
     "warm_up": (2, 1.2, 1, 1.2),
 }
+REMEDIES = (  # what is changed in ExDyna's training; in the dense one beside it; the claim about both, if there is one
+    ("", "", "train loss with ExDyna / dense"),
+    (SLOW, "", ""),
+    (CALM, "", "train loss with ExDyna, no momentum / dense"),
+    (CALM + SLOW, "", ""),
+    (CALM, CALM, "train loss with ExDyna / dense, both without momentum"),
+    (CALM + SLOW, CALM + SLOW, "train loss with ExDyna / dense, both without momentum and at half the rate"),
+    (CALM + SLOW, SLOW, "train loss with ExDyna, no momentum / dense, both at half the rate"),
+)
 
 
 def densities(study: Study) -> list[float]:
@@ -203,6 +212,26 @@ def density_table(study: Study) -> Iterator[dict[str, str]]:
                 row[_column(settings, name)] = f"{error:.2g} %, {answers[f'{where}: {DENSITY_ERROR}']}; {even}"
             if there:
                 yield row
+
+
+@text.table
+def remedy_table(study: Study) -> Iterator[dict[str, str]]:
+    """ExDyna's loss over the dense one, without momentum and at half the rate, where all of that was tried."""
+    settings, answers = study.settings, _answers(study)
+    losses = ends(compared(study.table, settings), settings)
+    sparse, dense = (
+        {(method + remedy[which], BASELINE) for remedy in REMEDIES} for which, method in enumerate((OURS, DENSE))
+    )
+    for base, alike in _by_density(settings).items():
+        tried = [name for name in alike if sparse <= {*runs(settings, name)} and dense <= {*runs(settings, base)}]
+        for own, beside, claim in REMEDIES if tried else ():
+            row = {"": cell_label(settings, base), "method": method_label(OURS + own)}
+            row |= {"compared with": method_label(DENSE + beside)} | _columns(settings, whole=False)
+            for name in tried:
+                both = Losses(losses, name, base)
+                answer = f", {answers[f'{cell_label(settings, name)}: {claim}']}" if claim else ""
+                row[_column(settings, name)] = f"{estimate(both(OURS + own) / both(DENSE + beside))}{answer}"
+            yield row
 
 
 def _answers(study: Study) -> dict[str, str]:
