@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from experiments.report import plots
 from experiments.report.figures_bench import caption
-from experiments.report.kinds import Figure
+from experiments.report.kinds import Axes, Figure
 from experiments.report.text import enumerated, table
 from experiments.store.bench import read_rows
 
@@ -18,6 +18,7 @@ LARGE, SPARSE, GIGABIT = "transformer", 0.001, 1.0  # where ExDyna should be so 
 TIMES = 3.0  # times as fast as DDP
 TOO_LITTLE = 0.85  # of the wanted density: who sends less is no rival
 CLOSE = 1.1  # times as long: in so few rounds, less means nothing
+CHOSEN = (PLAIN, "fp16", "PowerSGD, rank 1", "PowerSGD, rank 4", "ExDyna, 0.01", "ExDyna, 0.001", CD_GRAB)
 COLOURS = {  # those of the studies, where these have the method
     **{PLAIN: "black", ALONE: "0.7", "fp16": "#8a8a8a", "PowerSGD, rank 1": "#8c6d46", "PowerSGD, rank 4": "#c4a578"},
     **{CD_GRAB: "#b5bd00", "Top-k": "#3465a4", "CLT-k": "#56a0c9", "DEFT": "#009e73", "SIDCo": "#7b5ea7"},
@@ -48,28 +49,56 @@ def name(row: dict) -> str:
 
 @plots.styled
 def links(device: str) -> Figure:
-    """How long a step takes, in multiples of DDP's, against the speed of the links, one panel per model; dashed, open
-    dots: the lower density; crosses: less is sent than is wanted."""
+    """How many times as fast as DDP a step is: a column of panels for every model, a row for every link, in them a line
+    for every method."""
     rows = [row for row in measured(device, delay=0.0) if row["method"] != EARLY]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plots.panels(1, len(models), 3.3 * len(models), 5.2)
-    for panel, model in zip(axes[0], models, strict=True):
-        here = [row for row in rows if row["model"] == model]
-        for method in dict.fromkeys(map(name, here)):
-            line = sorted((row for row in here if name(row) == method), key=lambda row: row["link"])
-            style = {"color": COLOURS[line[0]["method"]]} | plots.DOTS
-            if line[0]["density"] == SPARSE:
-                style |= {"ls": plots.DASHED, "markerfacecolor": "white"}
-            panel.plot([row["link"] for row in line], [row["ratio"] for row in line], label=method, **style)
-        off = [(row["link"], row["ratio"]) for row in here if not sends_enough(row)]
-        crosses = {"color": "black", "label": "sends less than is wanted: no rival"}
-        if off:
-            panel.plot(*zip(*off, strict=True), "x", ms=8, mew=1.2, zorder=5, **crosses)
-        plots.log_x(panel, sorted({row["link"] for row in here}), "Gbit/s")
-        plots.log_ticks(panel.yaxis)
-        panel.set_title(f"{model}, {_millions(here[0])}")
-    axes[0][0].set_ylabel("time of a step, DDP's = 1")
-    return plots.finish(figure, "A step of 4 processes over limited links", caption("link", device, "medians"))
+    models, speeds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "link"))
+    methods = [method for method in dict.fromkeys(map(name, rows)) if method not in (ALONE, PLAIN)]
+    size = 1.3 + 3.2 * len(models), 1.6 + (0.5 + 0.16 * len(methods)) * len(speeds)
+    figure, axes = plots.panels(len(speeds), len(models), *size, sharex=True, sharey=True)
+    for its_panels, speed in zip(axes, sorted(speeds), strict=True):
+        for panel, model in zip(its_panels, models, strict=True):
+            here = [row for row in rows if (row["model"], row["link"]) == (model, speed)]
+            _draw_link(panel, here, methods)
+            above = "" if speed > min(speeds) else f"{model}, {_millions(here[0])}\n"
+            panel.set_title(f"{above}fastest: {_winner(_ranked(here))}", fontsize=8)
+        its_panels[0].set_ylabel(f"{speed:g} Gbit/s", fontweight="bold")
+    for panel in axes[-1]:
+        plots.log_ticks(panel.xaxis)
+        panel.set_xlabel("times as fast as DDP")
+    axes[0][0].set_yticks(range(len(methods)), methods)
+    axes[0][0].set_ylim(len(methods) - 0.4, -0.6)
+    note = "medians, bars: quartiles; open dots: density 0.001; ExDyna as published has its threshold counted before"
+    title = "A step of 4 processes over limited links: right of the line is faster than DDP"
+    return plots.finish(figure, title, caption("link", device, note), entry=2.7)
+
+
+def _draw_link(panel: Axes, rows: list[dict], methods: list[str]) -> None:
+    """One model over one link."""
+    able = _ranked(rows)
+    for row in rows:
+        times, color = 1 / row["ratio"], COLOURS[row["method"]]
+        if row["method"] in (PLAIN, ALONE):
+            words = PLAIN if row["method"] == PLAIN else "no exchange at all: no more can be gained"
+            panel.axvline(times, color=color, lw=1.2, ls="-" if row["method"] == PLAIN else ":", zorder=1, label=words)
+            continue
+        y, open_dot = methods.index(name(row)), {"markerfacecolor": "white"} if row["density"] == SPARSE else {}
+        panel.plot([1 / ratio for ratio in row["ratio_quartiles"]], [y, y], lw=1, color=color)
+        panel.plot(times, y, "o", ms=3.6, color=color, **open_dot)
+        if not sends_enough(row):
+            panel.plot(
+                times, y, "x", color="black", ms=7, mew=1.3, zorder=5, label="sends less than is wanted: no rival"
+            )
+        elif row is able[0] or not _told_apart(row, able[0]):
+            words = "the fastest, and those not told apart from it"
+            panel.plot(times, y, "o", ms=10, mfc="none", mec="black", mew=1.2, label=words)
+
+
+def _winner(able: list[dict]) -> str:
+    first = name(able[0])
+    if PLAIN in (first, *_equal(able)):
+        return PLAIN if first == PLAIN else f"{first}, or {PLAIN}"
+    return f"{first}, {1 / able[0]['ratio']:.3g} ×"
 
 
 def winners(device: str) -> Iterator[str]:
@@ -101,8 +130,12 @@ def _ranked(rows: list[dict]) -> list[dict]:
 
 def _alike(able: list[dict]) -> str:
     """Those that may be as fast as the first one."""
-    equal = [name(row) for row in able[1:] if not _told_apart(row, able[0])]
+    equal = _equal(able)
     return f" (not told apart from it: {enumerated(equal)})" if equal else ""
+
+
+def _equal(able: list[dict]) -> list[str]:
+    return [name(row) for row in able[1:] if not _told_apart(row, able[0])]
 
 
 def _told_apart(row: dict, other: dict) -> bool:
@@ -114,31 +147,15 @@ def _told_apart(row: dict, other: dict) -> bool:
 
 def _by_itself(able: list[dict]) -> str:
     """The fastest one that needs no help, where the fastest has its threshold counted for it before it is measured."""
-    if able[0]["method"] != PUBLISHED:
-        return ""
-    unaided = next(row for row in able if row["method"] != PUBLISHED)
-    return f"; the fastest without a threshold counted beforehand is {_speed(unaided)}"
+    return f"; the fastest without a threshold counted beforehand is {_speed(_unaided(able))}" if _aided(able) else ""
 
 
-@table
-def fastest() -> Iterator[dict[str, str]]:
-    """The same as a table, for the documentation."""
-    ours = f"{EXDYNA}, {SPARSE:g}"
-    for rows in together(measured()):
-        seconds = {name(row): f"{row['seconds_per_step']:.3g} s" for row in rows}
-        sizes = {name(row): f", {row['bytes_per_step'] / 1e6:.3g} MB" for row in rows}
-        able = _ranked(rows)
-        faster = f": {seconds[name(able[0])]}, {1 / able[0]['ratio']:.3g} times as fast as DDP"
-        yield {
-            "model": f"{rows[0]['model']}, {_millions(rows[0])}",
-            "link": _link(rows[0]),
-            "no exchange": seconds[ALONE],
-            PLAIN: seconds[PLAIN] + sizes[PLAIN],
-            "fastest": name(able[0]) + faster * (able[0]["method"] != PLAIN) + _alike(able) + _by_itself(able),
-            ours: seconds[ours] + sizes[ours] if ours in seconds else "–",
-            CD_GRAB: seconds[CD_GRAB] + sizes[CD_GRAB],
-            f"{EARLY}, times as fast as {EXDYNA}": enumerated(_gains(rows) or ["–"]),
-        }
+def _aided(able: list[dict]) -> bool:
+    return able[0]["method"] == PUBLISHED
+
+
+def _unaided(able: list[dict]) -> dict:
+    return next(row for row in able if row["method"] != PUBLISHED)
 
 
 def standing_in_the_way(row: dict) -> str:
@@ -156,7 +173,7 @@ def standing_in_the_way(row: dict) -> str:
 def sent_early(device: str) -> Iterator[str]:
     """What sending while the backward pass runs brings ExDyna."""
     for rows in together(measured(device)):
-        if gains := _gains(rows):
+        if gains := [f"{times} at {density:g}{doubt}" for density, (times, doubt) in _gains(rows).items()]:
             yield f"{place(rows[0])}, {EARLY}: times as fast as {EXDYNA}: {enumerated(gains)}."
 
 
@@ -170,16 +187,15 @@ def delayed(device: str) -> Iterator[str]:
             yield f"{place(rows[0])}: a round trip takes {trip:.3g} ms{process}."
 
 
-def _gains(rows: list[dict]) -> list[str]:
-    """How many times as fast ExDyna is if its sections are sent early, by density."""
+def _gains(rows: list[dict]) -> dict[float, tuple[str, str]]:
+    """How many times as fast ExDyna is if its sections are sent early, and whether that is doubtful, by density."""
     found = {(row["method"], row["density"]): row for row in rows if sends_enough(row)}
     both = [density for method, density in found if method == EARLY and (EXDYNA, density) in found]
-    return [_gain(found[EXDYNA, density], found[EARLY, density]) for density in both]
+    return {density: _gain(found[EXDYNA, density], found[EARLY, density]) for density in both}
 
 
-def _gain(whole: dict, early: dict) -> str:
-    doubt = "" if _told_apart(whole, early) else " (not told apart)"
-    return f"{whole['ratio'] / early['ratio']:.3g} at {early['density']:g}{doubt}"
+def _gain(whole: dict, early: dict) -> tuple[str, str]:
+    return f"{whole['ratio'] / early['ratio']:.3g}", "" if _told_apart(whole, early) else " (not told apart)"
 
 
 def sought() -> Iterator[tuple[str, str, str]]:
@@ -216,3 +232,41 @@ def _link(row: dict) -> str:
 
 def _millions(row: dict) -> str:
     return f"{row['parameters'] / 1e6:.3g} M parameters"
+
+
+# -- tables of the documentation --------------------------------------------------------------------------------------
+
+
+@table
+def fastest() -> Iterator[dict[str, str]]:
+    """Which method is the fastest, model by model and link by link."""
+    for rows in together(measured()):
+        able = _ranked(rows)
+        unaided = f"{name(_unaided(able))}, {1 / _unaided(able)['ratio']:.3g} times" if _aided(able) else "the same"
+        yield _head(rows) | {
+            "fastest": name(able[0]),
+            "times as fast as DDP": f"{1 / able[0]['ratio']:.3g}",
+            "not told apart from it": "; ".join(_equal(able)) or "–",
+            "fastest without a threshold counted beforehand": unaided,
+        }
+
+
+@table
+def steps() -> Iterator[dict[str, str]]:
+    """What a step takes and sends with the methods that one would choose from."""
+    for rows in together(measured()):
+        found = {name(row): f"{row['seconds_per_step']:.3g} s, {row['bytes_per_step'] / 1e6:.3g} MB" for row in rows}
+        alone = next(row for row in rows if row["method"] == ALONE)
+        yield _head(rows) | {ALONE: f"{alone['seconds_per_step']:.3g} s"} | {key: found.get(key, "–") for key in CHOSEN}
+
+
+@table
+def early() -> Iterator[dict[str, str]]:
+    """How many times as fast ExDyna is if its sections are sent early."""
+    for rows in together(measured()):
+        gains = {density: "".join(words) for density, words in _gains(rows).items()}
+        yield _head(rows) | {f"density {density:g}": gains.get(density, "–") for density in (0.01, SPARSE)}
+
+
+def _head(rows: list[dict]) -> dict[str, str]:
+    return {"model": f"{rows[0]['model']}, {_millions(rows[0])}", "link": _link(rows[0])}

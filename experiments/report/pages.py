@@ -81,6 +81,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": costs.table,
     "dropin": costs.dropin,
     "links": figures_link.fastest,
+    "links-steps": figures_link.steps,
+    "links-early": figures_link.early,
     "practice": partial(study, "practice"),
     "scoreboard": scoreboard,
 }
