@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from experiments.report import plots, text
-from experiments.report.kinds import DataFrame, Figure
+from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import LOSS
 from experiments.report.statistics import estimate
 from experiments.studies.base import Study
@@ -38,6 +38,7 @@ COLOURS = {
 }
 ORDERED = {BATCH: "batches", EXAMPLE: 'examples (`unit="example"`)'}  # by options of the sampler
 ANSWERS = {HOLDS: "helps", FAILS: "harms", EQUAL: "makes no difference", UNDECIDED: "cannot tell"}
+TICKS = (0, *(sign * size for size in (1, 2, 3, 5, 10, 30, 100) for sign in (-1, 1)))
 APART = 0.17  # between the bars of one cell
 PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"}
 
@@ -45,8 +46,11 @@ PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"
 @plots.styled
 def gains(study: Study) -> Figure:
     """How much better than fresh batches, one row per cell: right of the line is better."""
-    names, means = cells(study.settings), ends(study.table)
-    figure, axes = plots.panels(1, len(PANELS), 9.6, 0.36 * len(names) + 1.8, PANELS.values(), sharey=True)
+    means, bases = ends(study.table), list(study.settings.models)
+    names = sorted(
+        cells(study.settings), key=lambda name: bases.index(study.settings.cells[name].base)
+    )  # model by model
+    figure, axes = plots.panels(1, len(PANELS), 10.4, 0.36 * len(names) + 1.8, PANELS.values(), sharey=True)
     for panel, metric in zip(axes[0], PANELS, strict=True):
         for row, name in enumerate(names):
             arms = [arm for arm in COLOURS if arm in cell(study.settings, name)["arms"]]
@@ -55,13 +59,27 @@ def gains(study: Study) -> Figure:
                 y, style = row + APART * (place - (len(arms) - 1) / 2), {"color": COLOURS[arm]}
                 plots.interval(panel, value, y, lw=1.6, **style)
                 panel.plot(value.mean, y, "o", ms=3, label=ARMS[arm], **style)
-        panel.axvline(0, **plots.GREY, zorder=0)
-        panel.set_xscale("symlog", linthresh=1.0)
-        panel.xaxis.set_major_formatter("{x:g}")
+        for row in range(1, len(names)):
+            if study.settings.cells[names[row]].base != study.settings.cells[names[row - 1]].base:
+                panel.axhline(row - 0.5, **plots.GREY, zorder=0)
+        panel.axvline(0, color="black", lw=1.1, zorder=0)
+        _scale(panel)
         panel.set_yticks(range(len(names)), [cell_label(study.settings, name) for name in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
     note = "against fresh batches in every epoch; mean and 95 % interval, paired over seeds"
     return plots.finish(figure, "What orders bring to scripts as people write them", f"{note} · {study.caption()}")
+
+
+def _scale(panel: Axes) -> None:
+    """Linear between −1 and 1, logarithmic beyond, with room at both ends and ticks that one can read."""
+    from matplotlib.ticker import NullLocator
+
+    low, high = panel.dataLim.intervalx
+    panel.set_xscale("symlog", linthresh=1.0, linscale=0.5)
+    panel.set_xlim(1.3 * min(low, -1), 1.3 * max(high, 1))
+    panel.set_xticks([tick for tick in TICKS if 1.3 * low <= tick <= 1.3 * high], minor=False)
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.xaxis.set_major_formatter("{x:g}")
 
 
 @text.table
