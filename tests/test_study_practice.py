@@ -194,8 +194,8 @@ def _say_all(study, monkeypatch, tmp_path):
     assert study.table[study.table["kind"] == "trained"]["score"].between(0, 100).all()
     figure = practice_figures.gains(study)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "MLP, HMDA",
         "LeNet, CIFAR-10: augmented",
+        "MLP, HMDA",
     ]
     monkeypatch.setenv("CDGRAB_STUDY", str(study.directory))
     monkeypatch.setenv("CDGRAB_FIGURES", str(tmp_path / "figures"))
