@@ -26,6 +26,7 @@ TITLES = {  # of benchmarks
     "fleet": "Runs that train together",
     "link": "Sparse gradients over a slow link",
     "delay": "Sparse gradients over a link with a delay",
+    "timeline": "Which buckets are averaged beside the backward pass",
 }
 UNITS = {"us": "µs", "s": "s", "bytes": "bytes"}
 FEW = 20  # rows of a table that is not folded
