@@ -33,6 +33,14 @@ from cdgrab.runtime import group as workers
 from cdgrab.runtime.fsdp import part_size
 
 
+def attack(model):
+    """Gradients of inputs alone, with frozen weights: they belong to no batch."""
+    inputs = dataset().tensors[1].requires_grad_()
+    model.requires_grad_(False)
+    torch.autograd.grad(model(inputs).sum(), inputs)
+    model.requires_grad_(True)
+
+
 @dataclass
 class Case:
     sampler: dict = field(default_factory=dict)  # options
@@ -81,6 +89,7 @@ CASES = {
     "partly sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=partly, like="accumulated"),
     "sharded, awkward": Case(network=Awkward, shard=fully_shard, like="awkward"),
     "sharded by columns": Case(loop={"skip": (1, 4)}, shard=by_columns, scaled=True, like="skipped"),
+    "sharded, attacked": Case(shard=by_layers, like="divided", loop={"note": attack}),
     "sharded, bf16": Case(shard=in_bf16, divided=False),
     "sharded in replicas": Case({"sketch": "countsketch", "sketch_size": 16}, shard=in_replicas),
 }

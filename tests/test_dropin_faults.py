@@ -1,6 +1,7 @@
 """The drop-in sampler in one process when something goes wrong: batches left out, passes that fail, late changes."""
 
 from contextlib import suppress
+from itertools import islice
 
 import pytest
 import torch
@@ -198,6 +199,7 @@ def test_gradients_that_do_not_stay_in_grad():
 
 
 KINDS = ["plain", "plain", "plain", "zeroed in place", "not zeroed", "called in parts", "after one for an input"]
+KINDS += ["after one of frozen weights", "partly frozen"]
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=8, max_size=15), st.sampled_from([1, 3]))
@@ -215,14 +217,48 @@ def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
         loss = nn.functional.cross_entropy(output, labels[batch])
         if kind == "after one for an input":
             torch.autograd.grad(loss, given_, retain_graph=True)
+        if kind == "after one of frozen weights":
+            model.requires_grad_(False)
+            model(given_).sum().backward()
+            model.requires_grad_(True)
+        if kind == "partly frozen":
+            model[0].requires_grad_(False)
+            loss = nn.functional.cross_entropy(model(given_), labels[batch])
         loss.backward()
+        model.requires_grad_(True)
         own = torch.autograd.grad(nn.functional.cross_entropy(twin(given_), labels[batch]), twin.parameters())
-        expected.append(torch.cat([gradient.flatten() for gradient in own]))
+        frozen = 2 if kind == "partly frozen" else 0
+        expected.append(torch.cat([gradient.flatten() * (i >= frozen) for i, gradient in enumerate(own)]))
         plain = plain + 1 if kind in ("plain", "after one for an input") else 0
         if plain >= 4 * accumulate:
             assert sum(parameter._backward_hooks is not None for parameter in model.parameters()) == 1
     units = [sum(expected[end - accumulate : end]) for end in range(accumulate, len(expected) + 1, accumulate)]
     torch.testing.assert_close(torch.cat(seen), torch.stack(units), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("unit", ["batch", "example"])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_weights_frozen_while_inputs_are_attacked_or_something_else_is_trained(unit, zeroed):
+    """The gradients of the attack, and of what runs inside `paused`, belong to no batch."""
+    model, twin = network(), network()
+    seen, expected = seen_by((sampler := attached(model, 1, unit=unit)).ledger), []
+    _, inputs, labels = dataset().tensors
+    for index, batch in enumerate(islice(sampler, 20)):
+        attacked = inputs[batch].requires_grad_()
+        model.requires_grad_(False)
+        nn.functional.cross_entropy(model(attacked), labels[batch]).backward()
+        if index % 2:
+            with sampler.paused():
+                model(inputs.clone().requires_grad_()).sum().backward()
+        model.requires_grad_(True)
+        torch.autograd.grad(model(attacked).sum(), attacked)
+        if zeroed:
+            model.zero_grad()
+        given_ = inputs[batch] + attacked.grad
+        nn.functional.cross_entropy(model(given_), labels[batch]).backward()
+        own = torch.autograd.grad(nn.functional.cross_entropy(twin(given_), labels[batch]), twin.parameters())
+        expected.append(torch.cat([gradient.flatten() for gradient in own]))
+    torch.testing.assert_close(torch.cat(seen), torch.stack(expected), rtol=1e-12, atol=1e-14)
 
 
 def test_sparse_embeddings():
