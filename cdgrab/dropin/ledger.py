@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -14,7 +14,8 @@ from torch import Tensor
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.parts import Parts
-from cdgrab.dropin.refusals import REENTRANT
+from cdgrab.dropin.refusals import ONCE, PERHAPS, REENTRANT, UNCERTAIN
+from cdgrab.dropin.warn import warn
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
 from cdgrab.sparsify.base import Sparsifier
@@ -39,7 +40,7 @@ class Ledger:
         self.passes = 0  # backward passes of the current unit
         self.reader: BatchIterator | None = None  # the only iterator that may hand out batches; older ones are refused
         self.last_event = ""  # see `BatchIterator.state_dict`
-        self.outstanding = Outstanding()
+        self.outstanding = Outstanding(accumulation_steps)
         self.backward_seen = False  # in this iteration, whatever batch it belonged to
         self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
         self.diagnosis: Diagnosis | None = None  # keeps what a report needs, if one is wanted
@@ -73,6 +74,8 @@ class Ledger:
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins; see `Outstanding.begin`."""
+        if self.outstanding.unasked:
+            warn(UNCERTAIN)
         self.outstanding.steady = not self.read_elsewhere()
         self.outstanding.begin(read_out, reads_on and self._thread != 0)  # before `attach` nothing is used
         self.backward_seen, self.left_early = False, ""
@@ -99,26 +102,32 @@ class Ledger:
         with self.lock:
             if not self.outstanding.waiting:
                 raise CdgrabError(
-                    f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, "
-                    f"run others inside `with sampler.paused():`, and detach() a sampler that is used no longer "
-                    f"({REENTRANT})"
+                    f"more backward passes than the {self.handed_out} batches so far: {ONCE}, and detach() a sampler "
+                    f"that is used no longer ({REENTRANT})"
                 )
             self._settle()
             self._current = self.outstanding.waiting[0]
         return True
 
     def _settle(self) -> None:
-        found = self.outstanding.settle(self.reader.read_out and self.reader.rest)
+        found = self.outstanding.settle(self.reader.read_out and self.reader.rest, self.reader.delivered)
+        if found.extra:
+            raise CdgrabError(
+                "a backward pass before this one was one too many: the loop had asked for no batch in the place of the "
+                f"one that it used, as it does otherwise: {ONCE} ({REENTRANT}; neither the loop nor a batch sampler "
+                "around this one may read batches now one by one, now several at a time)"
+            )
         if found.dropped:
             self.passes = 0
             if self.left_early:
-                warnings.warn(self.left_early, stacklevel=5)
+                warn(self.left_early)
+        if found.perhaps:
+            warn(PERHAPS)
         if found.doubtful:
-            warnings.warn(
+            warn(
                 "a batch had no backward pass, so it is uncertain which batches the next gradients belong to, and the "
                 "rest of this epoch does not count: call sampler.skip() for batches that are left out (a loop that "
-                "from now on fetches more batches ahead counts again in the next epoch)",
-                stacklevel=5,
+                "from now on fetches more batches ahead counts again in the next epoch)"
             )
         self.backward_seen, self.left_early = True, ""
 
@@ -253,6 +262,11 @@ class Ledger:
         return gradients
 
 
+def _read_ahead(reader: object) -> int:
+    """reader: the iterator of a DataLoader, or something else."""
+    return (getattr(reader, "_num_workers", 0) or 0) * (getattr(reader, "_prefetch_factor", 0) or 0)
+
+
 class BatchIterator(Iterator[list[int]]):
     """Hands out the batches of an epoch. The epoch starts with the first batch, since some iterators are never used.
 
@@ -265,6 +279,8 @@ class BatchIterator(Iterator[list[int]]):
         self._reader: FrameType | threading.Thread | None = reader
         self._batches: list[Batch] | None = None
         self._next = 0
+        self._read_ahead = 0  # batches that a loader asks for before it delivers the first, for its processes
+        self._in_vain = 0  # how often a batch was asked for after the last one
 
     def __next__(self) -> list[int]:
         ledger = self._ledger
@@ -272,9 +288,11 @@ class BatchIterator(Iterator[list[int]]):
             if self._batches is None:
                 self._reader = threading.current_thread() if ledger.read_elsewhere() else self._reader
                 self._batches, ledger.reader = self._start(self), self
+                self._read_ahead = _read_ahead(sys._getframe(1).f_locals.get("self"))
             if ledger.reader is self:
                 ledger.outstanding.ask()
             if self.read_out:
+                self._in_vain += 1
                 raise StopIteration
             if ledger.reader is not self:
                 raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
@@ -302,6 +320,12 @@ class BatchIterator(Iterator[list[int]]):
     def read_out(self) -> bool:
         """Whether all batches were handed out."""
         return self._batches is not None and self._next == len(self._batches)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the loop may have got all batches. (A loader with processes asks in vain until it has delivered all,
+        and a generator in between may not.)"""
+        return self.read_out and self._in_vain >= self._read_ahead
 
     def state_dict(self) -> dict:
         """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.

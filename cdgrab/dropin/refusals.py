@@ -16,6 +16,21 @@ from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.group import WorkerGroup
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
+ONCE = (
+    "call backward once per batch (for several parts of one, give the sampler their batch_size, and accumulation_steps), "
+    "and run other passes inside `with sampler.paused():`"
+)
+UNCERTAIN = (
+    "in the last epoch a backward pass came before which the loop asked for no batch, unlike before the others, so that "
+    "it is uncertain which batches the gradients from there on belong to, and they did not count: run passes beside "
+    "those of the batches inside `with sampler.paused():` (batches that the loop, or a batch sampler around this one, "
+    "reads several at a time cannot be told from that)"
+)
+PERHAPS = (
+    "the loop is less far ahead of its backward passes than it was, and used up batches without asking for others "
+    "before: unless it reads less far ahead from now on, there was a backward pass too many, to be run inside "
+    "`with sampler.paused():`; as that is uncertain, this epoch does not count"
+)
 INSTEAD = (
     "prepare the model and the optimiser only, then call sampler.attach(model), and move batches to "
     "accelerator.device in the loop"
