@@ -50,10 +50,11 @@ def test_skipped_examples_count_as_zero():
 def test_a_batch_without_a_backward_pass_is_told(workers):
     model = network()
     sampler = attached(model)
-    with pytest.warns(UserWarning, match="call sampler.skip"):
+    with pytest.warns(UserWarning, match="call sampler.skip") as told:
         for index, (numbers, _, _) in enumerate(DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)):
             if index != 2:
                 one_pass(model, numbers)
+    assert [one.filename for one in told] == [__file__]
     with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
         one_pass(model, numbers), one_pass(model, numbers)
 

@@ -113,9 +113,9 @@ class Ledger:
         found = self.outstanding.settle(self.reader.read_out and self.reader.rest, self.reader.delivered)
         if found.extra:
             raise CdgrabError(
-                "a backward pass before this one was one too many: the loop had asked for no batch in the place of the "
-                f"one that it used, as it does otherwise: {ONCE} ({REENTRANT}; neither the loop nor a batch sampler "
-                "around this one may read batches now one by one, now several at a time)"
+                "more backward passes than batches: the loop asked for no batch before one of its last passes, unlike "
+                f"before the others: {ONCE} ({REENTRANT}; a batch sampler around this one may not read several "
+                "batches at a time)"
             )
         if found.dropped:
             self.passes = 0

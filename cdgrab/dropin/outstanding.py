@@ -74,8 +74,10 @@ class Outstanding:
         self._over_ends = False  # whether the loop held batches of the iteration before when this one began
         self._seen = (0, 0)  # batches asked for and used at the last backward pass
         self.unasked = 0  # backward passes before which no batch was asked for, and which should have had one
-        self._less = False  # in the iteration before there were some, used up or too many
-        self._unsettled = False  # in this one
+        self._unsettled = (
+            False  # in this iteration a pass came too soon: the loop was about to end, or that was one too many
+        )
+        self._less = False  # the same of one before; no iteration has been as far ahead as it should be since then
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins. read_out: the last one came to its end; reads_on: whoever read it reads this one too,
@@ -85,7 +87,7 @@ class Outstanding:
         if not self.waiting and self._suspected is not None:
             self.ahead = self._suspected  # no batch was left out
         self._suspected, self.counts, self._first = None, True, True
-        self._less = self._unsettled or (self._less and bool(self.waiting))
+        self._less |= self._unsettled
         self._unsettled, self.unasked, self._seen = False, 0, (0, 0)
         self._older, self._asked, self._used = len(self.waiting), 0, 0
         self._read_out, self._reads_on = read_out, reads_on
@@ -146,7 +148,6 @@ class Outstanding:
         self._seen = self._asked, self._used
         again, repeated = asked < self._asked, used == self._used  # repeated: the last one had failed
         if self._less:  # nothing counts anyway
-            self._unsettled |= not again and not repeated
             return False
         place = self.waiting[0].index % self._steps
         if place and self._by_units is None and not delivered:
