@@ -212,16 +212,16 @@ def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
     _, inputs, labels = dataset().tensors
     for number, (kind, batch) in enumerate(zip(kinds, sampler, strict=False)):
         given_, first = inputs[batch].requires_grad_(), number % accumulate == 0
+        if kind == "after one of frozen weights":
+            model.requires_grad_(False)
+            model(given_).sum().backward()
+            model.requires_grad_(True)
         if first and kind != "not zeroed":
             model.zero_grad(set_to_none=kind != "zeroed in place")
         output = model[2](model[:2](given_)) if kind == "called in parts" else model(given_)
         loss = nn.functional.cross_entropy(output, labels[batch])
         if kind == "after one for an input":
             torch.autograd.grad(loss, given_, retain_graph=True)
-        if kind == "after one of frozen weights":
-            model.requires_grad_(False)
-            model(given_).sum().backward()
-            model.requires_grad_(True)
         if kind == "partly frozen":
             model[0].requires_grad_(False)
             loss = nn.functional.cross_entropy(model(given_), labels[batch])

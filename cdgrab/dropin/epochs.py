@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cdgrab.dropin.ledger import BatchIterator, Ledger
+from cdgrab.dropin.iterator import BatchIterator
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.outstanding import Batch
 from cdgrab.dropin.refusals import refuse_threads, refuse_unaveraged
 from cdgrab.dropin.warn import warn

@@ -17,7 +17,8 @@ from cdgrab.dropin import refusals, units
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.epochs import Epochs
 from cdgrab.dropin.gradients import ObservedModel
-from cdgrab.dropin.ledger import BatchIterator, Ledger
+from cdgrab.dropin.iterator import BatchIterator
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.outstanding import Batch, loaded, saved
 from cdgrab.dropin.report import Report, made
 from cdgrab.errors import CdgrabError
