@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 from dropin_cases import EXAMPLES, attached, dataset, gradient, network, seen_by, train
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -204,6 +204,7 @@ KINDS += ["after one of frozen weights", "partly frozen"]
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=8, max_size=15), st.sampled_from([1, 3]))
+@example([*KINDS[:3] * 2, *KINDS[-2:], "plain"], 1)
 def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
     """After some plain ones parameters are no longer watched one by one, but for one of them; others change that."""
     model, twin = network(), network()
