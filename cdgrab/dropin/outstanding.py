@@ -72,7 +72,7 @@ class Outstanding:
         self._first = True  # whether this iteration has had no backward pass yet
         self._by_units: bool | None = None  # whether a unit's batches are asked for together; None: not known yet
         self._over_ends = False  # whether the loop held batches of the iteration before when this one began
-        self._seen = (0, 0)  # batches asked for and used at the last backward pass
+        self._seen = (0, 0)  # batches asked for at the last backward pass, and how far ahead the loop was
         self.unasked = 0  # backward passes before which no batch was asked for, and which should have had one
         self._unsettled = (
             False  # in this iteration a pass came too soon: the loop was about to end, or that was one too many
@@ -111,7 +111,6 @@ class Outstanding:
         so that it asks for no more."""
         if self._first and self._less and self.steady and self.ahead is not None and self._is_ahead() < self.ahead:
             self._first = self.counts = False
-            self._seen = self._asked, self._used
             return Settled(perhaps=True)
         drop = self._to_drop() if self._first else 0
         all_dropped = 0 < drop == self._older
@@ -123,7 +122,7 @@ class Outstanding:
             if self._is_extra(ahead, delivered):
                 return Settled(extra=True)
         elif self._first:
-            self._over_ends, self._less, self._seen = bool(self._older), False, (self._asked, self._used)
+            self._over_ends, self._less, self._seen = bool(self._older), False, (self._asked, ahead)
         grown, self._first = self.ahead is not None and ahead > self.ahead, False
         may_grow = not self.steady or (anew and (self._at_least or not self._read_out))
         if grown and not may_grow:
@@ -144,9 +143,8 @@ class Outstanding:
     def _is_extra(self, ahead: int, delivered: bool) -> bool:
         """Whether an earlier backward pass of this iteration was one too many. If this one may be, nothing counts from
         now on."""
-        asked, used = self._seen
-        self._seen = self._asked, self._used
-        again, repeated = asked < self._asked, used == self._used  # repeated: the last one had failed
+        again, repeated = self._seen[0] < self._asked, self._seen == (self._asked, ahead)  # the last one had failed
+        self._seen = self._asked, ahead
         if self._less:  # nothing counts anyway
             return False
         place = self.waiting[0].index % self._steps
