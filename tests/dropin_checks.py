@@ -1,5 +1,8 @@
 """Part of `process_checks`: training with DDP and the drop-in sampler, saved for comparison."""
 
+import os
+import signal
+import time
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,9 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError
-from cdgrab.runtime import division, overlap
+from cdgrab.runtime import division, links, overlap
 from cdgrab.runtime import group as workers
 from cdgrab.runtime.fsdp import part_size
+
+
+def attack(model):
+    """Gradients of inputs alone, with frozen weights: they belong to no batch."""
+    inputs = dataset().tensors[1].requires_grad_()
+    model.requires_grad_(False)
+    torch.autograd.grad(model(inputs).sum(), inputs)
+    model.requires_grad_(True)
 
 
 @dataclass
@@ -81,12 +92,13 @@ CASES = {
     "partly sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=partly, like="accumulated"),
     "sharded, awkward": Case(network=Awkward, shard=fully_shard, like="awkward"),
     "sharded by columns": Case(loop={"skip": (1, 4)}, shard=by_columns, scaled=True, like="skipped"),
+    "sharded, attacked": Case(shard=by_layers, like="divided", loop={"note": attack}),
     "sharded, bf16": Case(shard=in_bf16, divided=False),
     "sharded in replicas": Case({"sketch": "countsketch", "sketch_size": 16}, shard=in_replicas),
 }
 # On 4 processes only those whose exchanges depend on how many there are.
 TRAINED = [(2, name) for name in CASES if name != "sharded in replicas"]
-TRAINED += [(4, name) for name in ("sharded", "sharded in replicas")]
+TRAINED += [(4, name) for name in ("sharded", "sharded, accumulated", "sharded in replicas")]
 TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "exdyna, scaled")]
 RESUMED = [
     (2, "sharded", 3),
@@ -96,7 +108,7 @@ RESUMED = [
     (2, "exdyna, scaled", 4),
     (2, "examples", 4),
 ]
-RESUMED += [(4, "exdyna, scaled", 4)]
+RESUMED += [(4, "exdyna, scaled", 4), (4, "sharded", 3), (4, "sharded, accumulated", 4)]
 
 
 def started(case, state=None):
@@ -129,7 +141,7 @@ def resumed(case, stop_after, folder):
     """Interrupted after so many steps: in the first epoch, at its end, or in the second. FSDP has files of its own.
     After 11 steps the state is there before the model is."""
     before = started(case)
-    visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after)
+    visited = train(*before[:2], optimiser=before[2], scaler=before[3], stop_after=stop_after, **case.loop)
     state = before[1].state_dict()
     state = saved_and_loaded(state, folder) if case.shard else state
     early = stop_after == 11
@@ -137,9 +149,8 @@ def resumed(case, stop_after, folder):
     for old, new in zip(before, after, strict=True):
         if new is not None and not (early and new is after[1]):
             new.load_state_dict(state if old is before[1] else old.state_dict())
-    visited += train(
-        *after[:2], EPOCHS - len(visited) + (stop_after % len(after[1]) > 0), optimiser=after[2], scaler=after[3]
-    )
+    epochs = EPOCHS - len(visited) + (stop_after % len(after[1]) > 0)
+    visited += train(*after[:2], epochs, optimiser=after[2], scaler=after[3], **case.loop)
     return {"visited": gathered(visited), "weights": weights(after[0]), "state": state}
 
 
@@ -244,6 +255,25 @@ def looked_at(by):
     if dist.get_rank() in by:
         next(iter(DataLoader(dataset(), batch_sampler=sampler)))
     return gathered(first + train(model, sampler, 2))
+
+
+def killed(rank, wrap, folder):
+    """The last of three processes is killed amid an epoch, when gradients are sent. The others leave a file with the
+    number of steps, the seconds until they noticed, and the error."""
+    os.environ[links.SWITCH] = "0"
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
+    workers.WHOLE, steps = 0, []
+
+    def note(_):
+        steps.append(time.monotonic())
+        if rank == 2 and len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        train(model := wrap(network()), sampler_of().attach(model), note=note)
+    except Exception as error:
+        (folder / str(rank)).write_text(f"{len(steps)} {time.monotonic() - steps[-1]} {error}")
+    os._exit(0)
 
 
 def in_pairs(background):

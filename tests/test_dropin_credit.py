@@ -78,9 +78,20 @@ def fetched(source, ahead):
     yield from held
 
 
+def together(source, number):
+    """Asks for so many batches before the first of them is used, as Hugging Face's Trainer does for those of a unit."""
+    while some := list(islice(source, number)):
+        yield from some
+
+
 def repeated(sampler):
     while True:
         yield from iter(sampler)
+
+
+def refuse_alarms():
+    for start in ("a batch had no backward", "in the last epoch a backward pass", "the loop is less far ahead"):
+        warnings.filterwarnings("error", start)
 
 
 def steps(training, batches, number=None):
@@ -88,15 +99,15 @@ def steps(training, batches, number=None):
         training.step(batch)
 
 
-@given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.sampled_from(["batch", "example"]), st.sampled_from([1, 2]))
+@given(st.data(), st.integers(1, 6), AHEAD, FETCHED, st.sampled_from(["batch", "example"]), st.sampled_from([1, 2, 3]))
 def test_epochs_one_by_one_left_early_or_only_looked_at(data, batches, ahead, fetch, unit, accumulate):
     training = Training(batches, unit, accumulate if unit == "batch" else 1)
-    length = len(training.sampler)
+    length, of_unit = len(training.sampler), data.draw(st.sampled_from([1, training.accumulate]))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "a batch had no backward")
+        refuse_alarms()
         for _ in range(4):
             what = data.draw(st.sampled_from(["train", "train", "leave early", "evaluate", "look"]))
-            epoch = fetched(loader(iter(training.sampler), ahead), fetch)
+            epoch = together(fetched(loader(iter(training.sampler), ahead), fetch), of_unit)
             if what in ("train", "leave early"):
                 stop = length if what == "train" else data.draw(st.integers(0, length // accumulate)) * accumulate
                 steps(training, epoch, stop)
@@ -121,7 +132,7 @@ def test_batches_of_the_next_epoch_fetched_before_the_last_gradients(data, batch
     once = data.draw(st.integers(0, 2 * batches))
     again = once + data.draw(st.integers(0, 4))  # some batches of the epoch before may still be to be used
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "a batch had no backward")
+        refuse_alarms()
         steps(whole, endless(whole), 3 * length)
         for stop in (once * accumulate, min(again * accumulate, 3 * length), 3 * length):
             training = Training(batches, accumulate=accumulate, state=state)
@@ -207,3 +218,101 @@ def test_batches_that_are_kept_when_an_epoch_is_left_early(batches, ahead, lengt
                 if held:
                     training.step(held.popleft())
     assert training.told
+
+
+class Extra(Training):
+    """With passes that belong to no batch. Of gradients that are credited to another batch, it is noted how much was
+    told before."""
+
+    def __init__(self, told, *arguments, **options):
+        self.wrong, self.before = [], told
+        super().__init__(*arguments, **options)
+
+    def check(self, gradients):
+        try:
+            super().check(gradients)
+        except AssertionError:
+            self.wrong.append(len(self.alarms()))
+
+    def alarms(self):
+        return [str(one.message) for one in self.before if "paused" in str(one.message)]
+
+    def extra_pass(self):
+        self.model(torch.ones(3, self.examples, dtype=torch.float64)).mean().backward()
+
+
+def with_extra_passes(make_epochs, batches, extra, first, accumulate=1):
+    """extra: the numbers of the steps at which there is one; first: before that of the batch. Returns what was trained,
+    and whether a pass was refused."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        training = Extra(told, batches, accumulate=accumulate)
+        number = 0
+        try:
+            for epoch in make_epochs(training):
+                for batch in epoch:
+                    if number in extra and first:
+                        training.extra_pass()
+                    training.step(batch)
+                    if number in extra and not first:
+                        training.extra_pass()
+                    number += 1
+        except CdgrabError as error:
+            assert "paused" in str(error)
+            return training, True
+    return training, False
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.integers(3, 9), st.sampled_from([0, 2, 2, 2]), st.integers(1, 2), st.booleans())
+def test_extra_passes_with_a_loader_are_told_before_any_gradient_is_credited_to_another_batch(
+    data, batches, workers, prefetch, early
+):
+    lengths = [data.draw(st.integers(1, batches - 1)) if early else batches for _ in range(3)]
+    extra = data.draw(st.sets(st.integers(0, sum(lengths) - 1), max_size=3))
+
+    def epochs(training):
+        options = {"num_workers": workers} | (
+            {"prefetch_factor": prefetch, "persistent_workers": True} if workers else {}
+        )
+        source = DataLoader(range(training.examples), batch_sampler=training.sampler, **options)
+        return ((batch.tolist() for batch in islice(source, length)) for length in lengths)
+
+    training, refused = with_extra_passes(epochs, batches, extra, first=False)
+    assert not training.wrong
+    last = sum(lengths) - 1
+    unseen = extra <= ({last} if early else set())
+    assert unseen or refused or training.alarms()
+    if not extra:
+        assert not refused and not training.alarms() and len(training.told) == sum(lengths)
+
+
+@given(
+    st.data(), st.integers(2, 8), AHEAD, FETCHED, st.sampled_from(["one by one", "on and on", "timm"]), st.booleans(),
+    st.sampled_from([1, 2, 3]), st.booleans(),
+)  # fmt: skip
+def test_extra_passes_are_told_before_more_gradients_than_are_fetched_ahead_are_credited_to_other_batches(
+    data, batches, ahead, fetch, kind, first, accumulate, at_once
+):
+    """In all kinds of loops, wherever the pass is."""
+    length = batches * accumulate
+    fetch = min(fetch, length - 1)
+    extra = data.draw(st.sets(st.integers(0, 2 * length - 1), min_size=1, max_size=3))
+
+    def epochs(training):
+        def one():
+            return loader(iter(training.sampler), ahead)
+
+        ways = {
+            "one by one": lambda: (fetched(one(), fetch) for _ in range(5)),
+            "on and on": lambda: [fetched(chain.from_iterable(one() for _ in count()), fetch)],
+            "timm": lambda: [fetched(loader(repeated(training.sampler), ahead), fetch)],
+        }
+        every = ways[kind]()
+        every = (together(epoch, accumulate) for epoch in every) if at_once else every
+        return every if kind == "one by one" else (islice(epoch, 5 * length) for epoch in every)
+
+    training, refused = with_extra_passes(epochs, batches, extra, first, accumulate)
+    assert refused or training.alarms()
+    assert len(training.wrong) <= (fetch + ahead + accumulate - 1) // accumulate + 1
+    assert not any(training.wrong)  # nothing counts wrongly after the first word

@@ -1,11 +1,12 @@
 """The drop-in sampler in one process when something goes wrong: batches left out, passes that fail, late changes."""
 
 from contextlib import suppress
+from itertools import islice
 
 import pytest
 import torch
 from dropin_cases import EXAMPLES, attached, dataset, gradient, network, seen_by, train
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -49,10 +50,11 @@ def test_skipped_examples_count_as_zero():
 def test_a_batch_without_a_backward_pass_is_told(workers):
     model = network()
     sampler = attached(model)
-    with pytest.warns(UserWarning, match="call sampler.skip"):
+    with pytest.warns(UserWarning, match="call sampler.skip") as told:
         for index, (numbers, _, _) in enumerate(DataLoader(dataset(), batch_sampler=sampler, num_workers=workers)):
             if index != 2:
                 one_pass(model, numbers)
+    assert [one.filename for one in told] == [__file__]
     with pytest.raises(CdgrabError, match="more backward passes than the 8 batches"):
         one_pass(model, numbers), one_pass(model, numbers)
 
@@ -198,9 +200,11 @@ def test_gradients_that_do_not_stay_in_grad():
 
 
 KINDS = ["plain", "plain", "plain", "zeroed in place", "not zeroed", "called in parts", "after one for an input"]
+KINDS += ["after one of frozen weights", "partly frozen"]
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=8, max_size=15), st.sampled_from([1, 3]))
+@example([*KINDS[:3] * 2, *KINDS[-2:], "plain"], 1)
 def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
     """After some plain ones parameters are no longer watched one by one, but for one of them; others change that."""
     model, twin = network(), network()
@@ -209,20 +213,54 @@ def test_passes_of_all_kinds_after_each_other(kinds, accumulate):
     _, inputs, labels = dataset().tensors
     for number, (kind, batch) in enumerate(zip(kinds, sampler, strict=False)):
         given_, first = inputs[batch].requires_grad_(), number % accumulate == 0
+        if kind == "after one of frozen weights":
+            model.requires_grad_(False)
+            model(given_).sum().backward()
+            model.requires_grad_(True)
         if first and kind != "not zeroed":
             model.zero_grad(set_to_none=kind != "zeroed in place")
         output = model[2](model[:2](given_)) if kind == "called in parts" else model(given_)
         loss = nn.functional.cross_entropy(output, labels[batch])
         if kind == "after one for an input":
             torch.autograd.grad(loss, given_, retain_graph=True)
+        if kind == "partly frozen":
+            model[0].requires_grad_(False)
+            loss = nn.functional.cross_entropy(model(given_), labels[batch])
         loss.backward()
+        model.requires_grad_(True)
         own = torch.autograd.grad(nn.functional.cross_entropy(twin(given_), labels[batch]), twin.parameters())
-        expected.append(torch.cat([gradient.flatten() for gradient in own]))
+        frozen = 2 if kind == "partly frozen" else 0
+        expected.append(torch.cat([gradient.flatten() * (i >= frozen) for i, gradient in enumerate(own)]))
         plain = plain + 1 if kind in ("plain", "after one for an input") else 0
         if plain >= 4 * accumulate:
             assert sum(parameter._backward_hooks is not None for parameter in model.parameters()) == 1
     units = [sum(expected[end - accumulate : end]) for end in range(accumulate, len(expected) + 1, accumulate)]
     torch.testing.assert_close(torch.cat(seen), torch.stack(units), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("unit", ["batch", "example"])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_weights_frozen_while_inputs_are_attacked_or_something_else_is_trained(unit, zeroed):
+    """The gradients of the attack, and of what runs inside `paused`, belong to no batch."""
+    model, twin = network(), network()
+    seen, expected = seen_by((sampler := attached(model, 1, unit=unit)).ledger), []
+    _, inputs, labels = dataset().tensors
+    for index, batch in enumerate(islice(sampler, 20)):
+        attacked = inputs[batch].requires_grad_()
+        model.requires_grad_(False)
+        nn.functional.cross_entropy(model(attacked), labels[batch]).backward()
+        if index % 2:
+            with sampler.paused():
+                model(inputs.clone().requires_grad_()).sum().backward()
+        model.requires_grad_(True)
+        torch.autograd.grad(model(attacked).sum(), attacked)
+        if zeroed:
+            model.zero_grad()
+        given_ = inputs[batch] + attacked.grad
+        nn.functional.cross_entropy(model(given_), labels[batch]).backward()
+        own = torch.autograd.grad(nn.functional.cross_entropy(twin(given_), labels[batch]), twin.parameters())
+        expected.append(torch.cat([gradient.flatten() for gradient in own]))
+    torch.testing.assert_close(torch.cat(seen), torch.stack(expected), rtol=1e-12, atol=1e-14)
 
 
 def test_sparse_embeddings():

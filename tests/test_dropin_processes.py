@@ -1,15 +1,18 @@
 """The drop-in sampler with DDP on 2 and 4 processes, against the same training by hand in this one."""
 
 import json
+import re
+from contextlib import ExitStack
 from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from dropin_cases import EXAMPLES, dataset, gradient, network, sampler_of, sorted_alone
-from dropin_checks import CASES, RESUMED, TRAINED
+from dropin_cases import EXAMPLES, dataset, gradient, network, parallel, sampler_of, sorted_alone
+from dropin_checks import CASES, RESUMED, TRAINED, killed
+from forked import started
 from process_runs import PROCESSES
-from sharded_cases import loaded
+from sharded_cases import by_layers, loaded
 from test_dropin_report import check_report
 from torch import nn
 
@@ -91,6 +94,17 @@ def test_fully_sharded_models_have_the_orders_and_weights_of_ddp(found, processe
     sharded, replicated = found[processes][name], found[processes][CASES[name].like]
     assert sharded["visited"] == replicated["visited"]
     torch.testing.assert_close(sharded["weights"], replicated["weights"], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("wrap", [parallel, by_layers])
+def test_the_others_end_with_an_error_when_a_process_is_killed(tmp_path, wrap):
+    with ExitStack() as running:
+        for process in [running.enter_context(started(killed, rank, wrap, tmp_path)) for rank in range(3)]:
+            process.join(60)
+    for rank in range(2):
+        steps, seconds, *told = (tmp_path / str(rank)).read_text().split()
+        assert int(steps) in (4, 5) and float(seconds) < 10
+        assert re.search("[Cc]onnection (closed|reset) by peer", " ".join(told))
 
 
 @pytest.mark.parametrize("name", ["collected", "divided", "sharded"])

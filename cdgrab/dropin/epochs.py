@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
-from cdgrab.dropin.ledger import BatchIterator, Ledger
+from cdgrab.dropin.iterator import BatchIterator
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.outstanding import Batch
 from cdgrab.dropin.refusals import refuse_threads, refuse_unaveraged
+from cdgrab.dropin.warn import warn
 from cdgrab.runtime.group import WorkerGroup
 
 
@@ -55,7 +56,7 @@ class Epochs:
         epoch = sorter.epoch
         if epoch >= 0 and sorter.needs_gradients and not sorter.position and only_looked:
             if ledger.handed_out == self._batches:
-                _warn(
+                warn(
                     f"no gradient of epoch {epoch} was seen, so it starts again: attach the model that is trained (or, "
                     "to look at batches only, make a loader without this sampler)"
                 )
@@ -63,7 +64,7 @@ class Epochs:
         if epoch >= 0 and sorter.needs_gradients and sorter.position < sorter.units:
             self._tell_unseen()
         if ledger.not_finite:
-            _warn(f"some gradients of epoch {epoch} were not finite and were counted as zero")
+            warn(f"some gradients of epoch {epoch} were not finite and were counted as zero")
         sorter.order(epoch + 1, cut_short=True)
         ledger.not_finite, self._late = False, []
 
@@ -77,12 +78,8 @@ class Epochs:
             "gradient; they keep their order (they are the last: call sampler.skip() for batches left out in between)"
         )
         if not ledger.outstanding.waiting:
-            _warn(sentence, 1)
+            warn(sentence)
             return
         ledger.left_early = sentence  # told at the next backward pass, if their gradients are not still to come
         if not sorter.position:
-            _warn("the loop fetches a whole epoch of batches ahead: gradients come too late to learn an order from", 1)
-
-
-def _warn(sentence: str, deeper: int = 0) -> None:
-    warnings.warn(sentence, stacklevel=6 + deeper)  # at the loader
+            warn("the loop fetches a whole epoch of batches ahead: gradients come too late to learn an order from")

@@ -30,6 +30,7 @@ class ExampleGradients:
         self._model, self._ledger, self._parameters, self._places = model, ledger, parameters, places(parameters)
         self._dim = sum(parameter.numel() for parameter in parameters)
         self._rows: Tensor | None = None
+        self._pass = -1  # autograd's number for the backward pass whose rows these are
         self._busy = self._checked = False
 
     def hook(self) -> list:
@@ -58,6 +59,8 @@ class ExampleGradients:
 
     def _add(self, name: str, layer: nn.Module, given: Tensor, gradient: Tensor) -> None:
         own = {key: value for key, value in layer.named_parameters() if value.requires_grad}
+        if not own or not self._ledger.is_active():
+            return
 
         def product(example: Tensor, pulled: Tensor) -> dict[str, Tensor]:
             def call(weights: dict[str, Tensor]) -> Tensor:
@@ -73,7 +76,9 @@ class ExampleGradients:
             raise CdgrabError(f"{name} gives no gradients of single examples; use unit='batch'") from error
         finally:
             self._busy = False
-        if self._rows is None:
+        this_pass = torch._C._current_graph_task_id()
+        if self._rows is None or this_pass != self._pass:  # the last one may have been for an input, or have failed
+            self._pass = this_pass
             self._rows = gradient.new_zeros(len(given), self._dim, dtype=common_dtype(self._parameters))
         for key, value in found.items():
             self._rows[:, self._places[id(own[key])][1]] += value.flatten(1)

@@ -175,7 +175,7 @@ class PlainGradients:
     def hook(self) -> list:
         parameters, ledger = self._layout.parameters, self._ledger
         self._passes = BackwardPasses(
-            self._model, parameters, ledger.start_backward, self._complete, lambda: not ledger.passes
+            self._model, parameters, ledger.start_backward, self._complete, lambda: not ledger.passes, ledger.is_active
         )
         return [self._passes]
 

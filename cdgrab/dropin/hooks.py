@@ -46,8 +46,10 @@ class BackwardPasses:
     Autograd copies a gradient that somebody holds on to instead of moving it to .grad. So hooks leave it alone where it
     will be found in .grad, once a first pass has shown that it stays there.
 
-    first_of_unit: whether no pass of the current unit has been completed yet. Without `complete` nobody wants the
-    gradients, and `start_backward` is called at a pass's start.
+    first_of_unit: whether no pass of the current unit has been completed yet. is_active: whether a pass might be wanted
+    at all. Without `complete` nobody wants the gradients, and `start_backward` is called at a pass's start.
+
+    Parameters may be frozen for some passes; a pass in which all of them are is none.
 
     torch.autograd.graph.register_multi_grad_hook is similar, but stops working when a model is moved or converted, and
     fails in torch.autograd.grad.
@@ -60,8 +62,10 @@ class BackwardPasses:
         start_backward: Callable[[], bool],
         complete: Callable[[list[Tensor | None], bool], None] | None = None,
         first_of_unit: Callable[[], bool] = lambda: True,
+        is_active: Callable[[], bool] = lambda: True,
     ) -> None:
         self._start, self._complete, self._first = start_backward, complete, first_of_unit
+        self._is_active = is_active
         self._parameters = list(parameters)
         self._now = _Pass(-1)
         self._stays = False  # gradients of the last pass were in .grad at its end
@@ -85,7 +89,7 @@ class BackwardPasses:
         self._all, self._shown = True, 0
         for index, parameter in enumerate(self._parameters):
             if index not in self._hooks:
-                self._hooks[index] = parameter.register_hook(partial(self._note, index))
+                self._hooks[index] = _hooked(parameter, partial(self._note, index))
 
     def _count(self, shown: bool, one: int) -> None:
         """A unit has ended. If there were enough of its kind, only `one` parameter is watched from now on."""
@@ -120,8 +124,10 @@ class BackwardPasses:
             return
         now = self._now
         now.at_output = True
+        if not self._is_active() or not any(parameter.requires_grad for parameter in self._parameters):
+            return
         if self._complete is None:
-            if not self._all and all(self._parameters[index].requires_grad for index in self._hooks):
+            if not self._all:
                 now.wanted = self._start()
             return
         now.before = _states(self._in_grad())
@@ -177,6 +183,15 @@ class BackwardPasses:
             _refuse()
         if now.wanted:
             self._complete(gradients, True)
+
+
+def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:
+    """A hook that stays when the parameter is frozen or unfrozen. PyTorch registers none while it is frozen."""
+    trained = parameter.requires_grad
+    try:
+        return parameter.requires_grad_().register_hook(note)
+    finally:
+        parameter.requires_grad_(trained)
 
 
 def _states(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from typing import Protocol
 
 from torch import Tensor
 
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.parts import Parts
-from cdgrab.dropin.refusals import REENTRANT
+from cdgrab.dropin.refusals import ONCE, PERHAPS, REENTRANT, UNCERTAIN
+from cdgrab.dropin.warn import warn
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
 from cdgrab.sparsify.base import Sparsifier
+
+
+class Reader(Protocol):
+    """A `BatchIterator`, as others see it."""
+
+    read_out: bool
+    rest: bool
+    delivered: bool
+
+    def late(self) -> list[Batch]: ...
 
 
 class Ledger:
@@ -37,9 +46,9 @@ class Ledger:
         self.not_finite = False  # a gradient of this epoch was not finite
         self.handed_out = 0  # batches of this epoch
         self.passes = 0  # backward passes of the current unit
-        self.reader: BatchIterator | None = None  # the only iterator that may hand out batches; older ones are refused
+        self.reader: Reader | None = None  # the only iterator that may hand out batches; older ones are refused
         self.last_event = ""  # see `BatchIterator.state_dict`
-        self.outstanding = Outstanding()
+        self.outstanding = Outstanding(accumulation_steps)
         self.backward_seen = False  # in this iteration, whatever batch it belonged to
         self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
         self.diagnosis: Diagnosis | None = None  # keeps what a report needs, if one is wanted
@@ -73,6 +82,8 @@ class Ledger:
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins; see `Outstanding.begin`."""
+        if self.outstanding.unasked:
+            warn(UNCERTAIN)
         self.outstanding.steady = not self.read_elsewhere()
         self.outstanding.begin(read_out, reads_on and self._thread != 0)  # before `attach` nothing is used
         self.backward_seen, self.left_early = False, ""
@@ -99,26 +110,32 @@ class Ledger:
         with self.lock:
             if not self.outstanding.waiting:
                 raise CdgrabError(
-                    f"more backward passes than the {self.handed_out} batches so far: call backward once per batch, "
-                    f"run others inside `with sampler.paused():`, and detach() a sampler that is used no longer "
-                    f"({REENTRANT})"
+                    f"more backward passes than the {self.handed_out} batches so far: {ONCE}, and detach() a sampler "
+                    f"that is used no longer ({REENTRANT})"
                 )
             self._settle()
             self._current = self.outstanding.waiting[0]
         return True
 
     def _settle(self) -> None:
-        found = self.outstanding.settle(self.reader.read_out and self.reader.rest)
+        found = self.outstanding.settle(self.reader.read_out and self.reader.rest, self.reader.delivered)
+        if found.extra:
+            raise CdgrabError(
+                "more backward passes than batches: the loop asked for no batch before one of its last passes, unlike "
+                f"before the others: {ONCE} ({REENTRANT}; a batch sampler around this one may not read several "
+                "batches at a time)"
+            )
         if found.dropped:
             self.passes = 0
             if self.left_early:
-                warnings.warn(self.left_early, stacklevel=5)
+                warn(self.left_early)
+        if found.perhaps:
+            warn(PERHAPS)
         if found.doubtful:
-            warnings.warn(
+            warn(
                 "a batch had no backward pass, so it is uncertain which batches the next gradients belong to, and the "
                 "rest of this epoch does not count: call sampler.skip() for batches that are left out (a loop that "
-                "from now on fetches more batches ahead counts again in the next epoch)",
-                stacklevel=5,
+                "from now on fetches more batches ahead counts again in the next epoch)"
             )
         self.backward_seen, self.left_early = True, ""
 
@@ -251,79 +268,3 @@ class Ledger:
             self.not_finite |= not gradients.is_cuda
             gradients.nan_to_num_(0.0, 0.0, 0.0)
         return gradients
-
-
-class BatchIterator(Iterator[list[int]]):
-    """Hands out the batches of an epoch. The epoch starts with the first batch, since some iterators are never used.
-
-    start: starts or continues an epoch, and returns the remaining batches. reader: the generator that reads this
-    iterator, if it is one. It may read the next one, too (timm's MultiEpochsDataLoader), and so may a thread.
-    """
-
-    def __init__(self, ledger: Ledger, start: Callable[[BatchIterator], list[Batch]], reader: FrameType | None) -> None:
-        self._ledger, self._start = ledger, start
-        self._reader: FrameType | threading.Thread | None = reader
-        self._batches: list[Batch] | None = None
-        self._next = 0
-
-    def __next__(self) -> list[int]:
-        ledger = self._ledger
-        with ledger.lock:
-            if self._batches is None:
-                self._reader = threading.current_thread() if ledger.read_elsewhere() else self._reader
-                self._batches, ledger.reader = self._start(self), self
-            if ledger.reader is self:
-                ledger.outstanding.ask()
-            if self.read_out:
-                raise StopIteration
-            if ledger.reader is not self:
-                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
-            batch = self._batches[self._next]
-            self._next += 1
-            ledger.outstanding.waiting.append(batch)
-            ledger.handed_out += batch.epoch == ledger.sorter.epoch
-            ledger.last_event = "batch"
-            return batch.examples
-
-    def continues(self, last: BatchIterator) -> bool:
-        """Whether the same generator or thread reads both, one after the other."""
-        return self._reader is not None and self._reader is last._reader
-
-    def late(self) -> list[Batch]:
-        """Those still to be handed out of the epoch before that of a state."""
-        return [batch for batch in (self._batches or ())[self._next :] if batch.epoch < 0]
-
-    @property
-    def rest(self) -> bool:
-        """Whether these are only the last batches of an epoch."""
-        return bool(self._batches and self._batches[0].index)
-
-    @property
-    def read_out(self) -> bool:
-        """Whether all batches were handed out."""
-        return self._batches is not None and self._next == len(self._batches)
-
-    def state_dict(self) -> dict:
-        """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.
-
-        With loader processes it saves after every batch that it reads ahead: first the iterator's state, then the
-        sampler's. The gradients of that batch do not exist yet, so `last_event` tells `OrderedBatchSampler.state_dict`
-        that a note is enough. Without loader processes it saves when the user asks, the sampler's state first.
-        """
-        if self._ledger.last_event == "batch":
-            self._ledger.last_event = "batch noted"
-        sorter = self._ledger.sorter
-        return {"epoch": sorter.epoch if sorter else -1, "batches": self._ledger.handed_out}
-
-    def load_state_dict(self, state: dict) -> None:
-        """The sampler's own state, loaded before, must be of the same moment. (A state waiting for `attach` is assumed
-        to match.)"""
-        if not isinstance(state, dict) or not all(type(state.get(name)) is int for name in ("epoch", "batches")):
-            raise CdgrabError("this is not the state of a loader with such a sampler")
-        there, ledger = (state["epoch"], state["batches"]), self._ledger
-        here = (ledger.sorter.epoch, ledger.batches_done()) if ledger.sorter else there
-        if there != here:
-            raise CdgrabError(
-                f"the loader was saved in epoch {there[0]} after batch {there[1]}, the sampler in epoch {here[0]} "
-                f"after batch {here[1]}: save both together, at a step of the optimiser, with snapshot_every_n_steps=1"
-            )

@@ -17,7 +17,8 @@ from cdgrab.dropin import refusals, units
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.epochs import Epochs
 from cdgrab.dropin.gradients import ObservedModel
-from cdgrab.dropin.ledger import BatchIterator, Ledger
+from cdgrab.dropin.iterator import BatchIterator
+from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.outstanding import Batch, loaded, saved
 from cdgrab.dropin.report import Report, made
 from cdgrab.errors import CdgrabError
@@ -51,7 +52,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
     examples (`unit="batch"`; `accumulation_steps` batches each if gradients are accumulated before they are averaged),
     or single examples (`unit="example"`, for models without BatchNorm; slower). As with PyTorch's DistributedSampler,
     the processes are those of the default process group (or of `process_group`), and without `drop_last` a few examples
-    are visited twice if the dataset cannot be divided evenly. `diagnose` keeps what `report` needs. Further options are
+    are visited twice if the dataset cannot be divided evenly; with it the same ones are left out in every epoch.
+    `diagnose` keeps what `report` needs. Further options are
     the sorter's.
 
     Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,

@@ -68,7 +68,8 @@ class ShardedGradients:
         if this_pass != self._pass:
             self._pass, self._in_pass = this_pass, True
             self._hook.begin()
-            self._wanted = self._ledger.start_backward()
+            trained = any(parameter.requires_grad for parameter in self._parameters)
+            self._wanted = trained and self._ledger.start_backward()
             if self._wanted:
                 self._begin_unit()
             after_backward(self._end)  # some modules are reduced in FSDP's own last step
