@@ -74,9 +74,8 @@ class Outstanding:
         self._over_ends = False  # whether the loop held batches of the iteration before when this one began
         self._seen = (0, 0)  # batches asked for at the last backward pass, and how far ahead the loop was
         self.unasked = 0  # backward passes before which no batch was asked for, and which should have had one
-        self._unsettled = (
-            False  # in this iteration a pass came too soon: the loop was about to end, or that was one too many
-        )
+        # in this iteration a pass came too soon: the loop was about to end, or that was one too many
+        self._unsettled = False
         self._less = False  # the same of one before; no iteration has been as far ahead as it should be since then
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
