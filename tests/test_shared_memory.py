@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import resource
 import secrets
 import socket
@@ -218,7 +219,7 @@ def test_strangers_who_connect_do_not_prolong_the_wait(monkeypatch):
         while not ended.is_set():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one, contextlib.suppress(OSError):
                 one.connect(links._address(token))
-                one.send(links.HELLO.pack(1, 0))
+                one.send(random.choice((b"?", links.HELLO.pack(1, 0))))
                 time.sleep(0.02)
 
     thread = threading.Thread(target=knock, daemon=True)

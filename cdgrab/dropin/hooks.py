@@ -49,7 +49,7 @@ class BackwardPasses:
     first_of_unit: whether no pass of the current unit has been completed yet. is_active: whether a pass might be wanted
     at all. Without `complete` nobody wants the gradients, and `start_backward` is called at a pass's start.
 
-    Parameters may be frozen for some passes; a pass in which all of them are is none.
+    Parameters may be frozen for some passes; a pass with all of them frozen does not count.
 
     torch.autograd.graph.register_multi_grad_hook is similar, but stops working when a model is moved or converted, and
     fails in torch.autograd.grad.

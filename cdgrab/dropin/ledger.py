@@ -12,7 +12,7 @@ from torch import Tensor
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.parts import Parts
-from cdgrab.dropin.refusals import ONCE, PERHAPS, REENTRANT, UNCERTAIN
+from cdgrab.dropin.refusals import ONCE, REENTRANT
 from cdgrab.dropin.warn import warn
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
@@ -48,7 +48,7 @@ class Ledger:
         self.passes = 0  # backward passes of the current unit
         self.reader: Reader | None = None  # the only iterator that may hand out batches; older ones are refused
         self.last_event = ""  # see `BatchIterator.state_dict`
-        self.outstanding = Outstanding(accumulation_steps)
+        self.outstanding = Outstanding()
         self.backward_seen = False  # in this iteration, whatever batch it belonged to
         self.left_early = ""  # what to tell if the batches outstanding when this iteration began are not used
         self.diagnosis: Diagnosis | None = None  # keeps what a report needs, if one is wanted
@@ -82,8 +82,6 @@ class Ledger:
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins; see `Outstanding.begin`."""
-        if self.outstanding.unasked:
-            warn(UNCERTAIN)
         self.outstanding.steady = not self.read_elsewhere()
         self.outstanding.begin(read_out, reads_on and self._thread != 0)  # before `attach` nothing is used
         self.backward_seen, self.left_early = False, ""
@@ -120,17 +118,11 @@ class Ledger:
     def _settle(self) -> None:
         found = self.outstanding.settle(self.reader.read_out and self.reader.rest, self.reader.delivered)
         if found.extra:
-            raise CdgrabError(
-                "more backward passes than batches: the loop asked for no batch before one of its last passes, unlike "
-                f"before the others: {ONCE} ({REENTRANT}; a batch sampler around this one may not read several "
-                "batches at a time)"
-            )
+            raise CdgrabError(f"more backward passes than batches: {ONCE} ({REENTRANT})")
         if found.dropped:
             self.passes = 0
             if self.left_early:
                 warn(self.left_early)
-        if found.perhaps:
-            warn(PERHAPS)
         if found.doubtful:
             warn(
                 "a batch had no backward pass, so it is uncertain which batches the next gradients belong to, and the "

@@ -32,8 +32,7 @@ class Settled(NamedTuple):
 
     dropped: bool = False  # batches of an earlier iteration will have no backward pass
     doubtful: bool = False  # a batch was left out, or else the loop has begun to read further ahead
-    extra: bool = False  # a pass before this one was one too many: no batch was asked for in its place
-    perhaps: bool = False  # the same, but the loop may be another one, which reads less far ahead
+    extra: bool = False  # a backward pass since the last batch was asked for was one too many
 
 
 class Outstanding:
@@ -45,17 +44,13 @@ class Outstanding:
     one before; if it is further ahead by just these, it has dropped them. A loop that gets further ahead in between
     has left out a batch (`sampler.skip()` says so). Asking in vain, after the last batch, counts as asking.
 
-    A loop that gets less far ahead either uses up what it holds, and asks for no more, or it has had a backward pass
-    too many, and asks again before the next one. The first is to be expected once all batches were delivered, unless
-    the loop fetches over the ends of epochs. Before that nothing counts until it is known: a loop that asks again, and
-    does not make up for it, is refused. Batches of one unit may be asked for together (Hugging Face's Trainer).
-
-    accumulation_steps: batches in a unit.
+    A loop that gets less far ahead uses up what it holds: batches that it asked for together, or an epoch's last ones.
+    If it asks again before the epoch's end and does not get as far ahead as it was at first, it has had a backward pass
+    too many.
     """
 
-    def __init__(self, accumulation_steps: int) -> None:
+    def __init__(self) -> None:
         self.steady = True  # False: batches are read in a thread, and how far ahead depends on its speed
-        self._steps = accumulation_steps
         self.forget()
 
     def forget(self, ahead: int | None = None) -> None:
@@ -70,13 +65,8 @@ class Outstanding:
         self._read_out = True  # whether the iteration before was read to its end
         self._reads_on = False  # whether both iterations are one for whoever reads them
         self._first = True  # whether this iteration has had no backward pass yet
-        self._by_units: bool | None = None  # whether a unit's batches are asked for together; None: not known yet
-        self._over_ends = False  # whether the loop held batches of the iteration before when this one began
-        self._seen = (0, 0)  # batches asked for at the last backward pass, and how far ahead the loop was
-        self.unasked = 0  # backward passes before which no batch was asked for, and which should have had one
-        # in this iteration a pass came too soon: the loop was about to end, or that was one too many
-        self._unsettled = False
-        self._less = False  # the same of one before; no iteration has been as far ahead as it should be since then
+        self._due = 0  # how many batches the loop is ahead at passes before which it has asked for some
+        self._asked_before = 0  # `_asked` at the last backward pass
 
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins. read_out: the last one came to its end; reads_on: whoever read it reads this one too,
@@ -86,9 +76,7 @@ class Outstanding:
         if not self.waiting and self._suspected is not None:
             self.ahead = self._suspected  # no batch was left out
         self._suspected, self.counts, self._first = None, True, True
-        self._less |= self._unsettled
-        self._unsettled, self.unasked, self._seen = False, 0, (0, 0)
-        self._older, self._asked, self._used = len(self.waiting), 0, 0
+        self._older, self._asked, self._used, self._asked_before = len(self.waiting), 0, 0, 0
         self._read_out, self._reads_on = read_out, reads_on
 
     def may_be_held(self) -> bool:
@@ -106,22 +94,18 @@ class Outstanding:
 
     def settle(self, few: bool, delivered: bool) -> Settled:
         """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is
-        only the rest of an epoch, and all its batches were handed out; delivered: the loop may hold all that are left,
-        so that it asks for no more."""
-        if self._first and self._less and self.steady and self.ahead is not None and self._is_ahead() < self.ahead:
-            self._first = self.counts = False
-            return Settled(perhaps=True)
+        only the rest of an epoch, and all its batches were handed out; delivered: the loop may have got them all."""
         drop = self._to_drop() if self._first else 0
         all_dropped = 0 < drop == self._older
         for _ in range(drop):
             self.waiting.popleft()
         self._older -= drop
         ahead, anew = self._is_ahead(), self._first and not self._older
-        if not self._first and self.steady and self.ahead is not None:
-            if self._is_extra(ahead, delivered):
-                return Settled(extra=True)
-        elif self._first:
-            self._over_ends, self._less, self._seen = bool(self._older), False, (self._asked, ahead)
+        again, self._asked_before = self._asked > self._asked_before, self._asked
+        if self._first and not self._reads_on:
+            self._due = ahead
+        elif self.steady and again and not delivered and ahead < self._due:
+            return Settled(extra=True)
         grown, self._first = self.ahead is not None and ahead > self.ahead, False
         may_grow = not self.steady or (anew and (self._at_least or not self._read_out))
         if grown and not may_grow:
@@ -138,24 +122,6 @@ class Outstanding:
         else:
             self._used += 1
         self.waiting.popleft()
-
-    def _is_extra(self, ahead: int, delivered: bool) -> bool:
-        """Whether an earlier backward pass of this iteration was one too many. If this one may be, nothing counts from
-        now on."""
-        again, repeated = self._seen[0] < self._asked, self._seen == (self._asked, ahead)  # the last one had failed
-        self._seen = self._asked, ahead
-        if self._less:  # nothing counts anyway
-            return False
-        place = self.waiting[0].index % self._steps
-        if place and self._by_units is None and not delivered:
-            self._by_units = not again and ahead == self.ahead - place
-        due = self.ahead - (place if self._by_units else 0)
-        if ahead >= due and not (again and place and self._by_units):
-            return False
-        self._unsettled = True
-        if not repeated and (self._over_ends or not delivered):
-            self.counts, self.unasked = False, self.unasked + 1
-        return again and not delivered
 
     def _is_ahead(self) -> int:
         return self._older + self._asked - self._used - 1

@@ -20,17 +20,6 @@ ONCE = (
     "call backward once per batch (for several parts of one, make the sampler with a smaller batch_size and with "
     "accumulation_steps=…), and run other passes inside `with sampler.paused():`"
 )
-UNCERTAIN = (
-    "in the last epoch the loop asked for no batch before one of its backward passes, unlike before the others. It is "
-    "uncertain which batches the gradients from there on belong to, so they did not count: run passes beside those of "
-    "the batches inside `with sampler.paused():` (a loop that stops fetching before an epoch ends, or a batch sampler "
-    "around this one that reads several batches at a time, cannot be told from that)"
-)
-PERHAPS = (
-    "the loop has fetched fewer batches ahead of its backward passes than before, so probably one of these was one too "
-    "many: run passes beside those of the batches inside `with sampler.paused():`. This epoch does not count, since it "
-    "is uncertain which batches its gradients belong to, nor do others until as many are fetched ahead again"
-)
 INSTEAD = (
     "prepare the model and the optimiser only, then call sampler.attach(model), and move batches to "
     "accelerator.device in the loop"

@@ -53,8 +53,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
     or single examples (`unit="example"`, for models without BatchNorm; slower). As with PyTorch's DistributedSampler,
     the processes are those of the default process group (or of `process_group`), and without `drop_last` a few examples
     are visited twice if the dataset cannot be divided evenly; with it the same ones are left out in every epoch.
-    `diagnose` keeps what `report` needs. Further options are
-    the sorter's.
+    `diagnose` keeps what `report` needs. Further options are the sorter's.
 
     Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,
     also over the end of an epoch: the next order is then made without the last gradients, which come too late and count

@@ -124,8 +124,8 @@ def register(model: nn.Module, hook: object, communicate: Callable) -> None:
         raise CdgrabError("the model has a communication hook already, and DDP takes only one") from error
 
 
-def before_the_end(call: Callable[[], None]) -> None:
-    """To run between the hooks and DDP's own last step, which it queues later."""
+def queue_callback(call: Callable[[], None]) -> None:
+    """To run after the backward pass and what is queued by now: if a hook queues it, before DDP's own last step."""
     Variable._execution_engine.queue_callback(call)
 
 

@@ -121,7 +121,7 @@ def _give(one: socket.socket, number: int | None) -> None:
             socket.send_fds(one, [b"+"], [number])
             return
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # too many are on their way
+            if error.errno != errno.ETOOMANYREFS:  # too many descriptors are in flight
                 raise
     one.send(b".")
 
@@ -213,16 +213,25 @@ def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...])
                 raise TimeoutError
             listening.settimeout(left)
             one, _ = listening.accept()
-            one.settimeout(max(0.01, deadline - time.monotonic()))
-            rank, token = HELLO.unpack(one.recv(HELLO.size)) if _same_user(one) else (-1, 0)
-            if group.rank < rank < group.world_size and token == tokens[rank]:
+            rank = _greeted_by(one, tokens, max(0.01, deadline - time.monotonic()))
+            if rank is not None and rank > group.rank:
                 found[rank] = one
             else:
                 one.close()
-    except (OSError, struct.error) as error:
+    except OSError as error:
         _close(list(found.values()))
         raise OSError("not connected") from error
     return Links(found, limit)
+
+
+def _greeted_by(one: socket.socket, tokens: tuple[int, ...], seconds: float) -> int | None:
+    """The rank at the other end; None: a stranger's."""
+    one.settimeout(seconds)
+    try:
+        rank, token = HELLO.unpack(one.recv(HELLO.size)) if _same_user(one) else (-1, 0)
+    except (OSError, struct.error):
+        return None
+    return rank if 0 <= rank < len(tokens) and token == tokens[rank] else None
 
 
 def _same_user(one: socket.socket) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.runtime.beside import LANES, SLOW, Handed, InThread, OnStream, speed
-from cdgrab.runtime.ddp import after_backward, before_the_end, common_dtype, places, register
+from cdgrab.runtime.ddp import after_backward, common_dtype, places, queue_callback, register
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.exchange import begin_copies, begin_exchange, traffic_of
 from cdgrab.runtime.group import WorkerGroup
@@ -120,7 +120,7 @@ class OverlappingHook:
         if self._observer:
             self._wanted = self._observer.begin(buffer.new_empty(0, dtype=self._dtype))
         if self._wanted == "look":
-            before_the_end(self._look)
+            queue_callback(self._look)
 
     def _pieces_of(self, bucket: object) -> list[Piece]:
         index, parameters = bucket.index(), tuple(map(id, bucket.parameters()))
@@ -276,7 +276,7 @@ class OverlappingHook:
     def _end(self) -> None:
         """Each of several models in one backward pass waits when all have begun: processes may have their own order."""
         if self._sharing and not self._broken:  # even if something else has failed here: other processes do
-            before_the_end(partial(self._complete_step, self._beside.call(self._share)))
+            queue_callback(partial(self._complete_step, self._beside.call(self._share)))
         else:
             self._complete_step(None)
 

@@ -47,9 +47,8 @@ PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"
 def gains(study: Study) -> Figure:
     """How much better than fresh batches, one row per cell: right of the line is better."""
     means, bases = ends(study.table), list(study.settings.models)
-    names = sorted(
-        cells(study.settings), key=lambda name: bases.index(study.settings.cells[name].base)
-    )  # model by model
+    of_models = {name: bases.index(study.settings.cells[name].base) for name in cells(study.settings)}
+    names = sorted(of_models, key=of_models.get)
     figure, axes = plots.panels(1, len(PANELS), 10.4, 0.36 * len(names) + 1.8, PANELS.values(), sharey=True)
     for panel, metric in zip(axes[0], PANELS, strict=True):
         for row, name in enumerate(names):

@@ -1,5 +1,5 @@
 """Training over links with a delay: the benchmark `link` over others, of 1 Gbit/s. Its rows stand by themselves, with a
-manifest of their own: they may be of another day and code.
+manifest of their own: they may be from another day and another version.
 
 Where the kernel has no `netem`, a process delays what is sent (`delay_line`), and takes part of the cores from those
 that train. So the shortest delay is next to none: what its rows have beyond those of a link without is the process

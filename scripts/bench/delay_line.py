@@ -2,13 +2,13 @@
 
     python delay_line.py NAME MILLISECONDS
 
-makes a TAP device NAME in its network namespace, which goes when this process does, and says "ready", or what is in the
-way. What the kernel sends to the card comes back from it, in the same order. Nothing of a frame is looked at: TCP's
+makes a TAP device NAME in its network namespace, which goes when this process does, and says "ready", or why it
+cannot. What the kernel sends to the card comes back from it, in the same order. Nothing of a frame is looked at: TCP's
 packets stay as large as between virtual cards. If more than MOST wait here, as many again wait in the kernel, and what
 comes then is lost, as in a switch.
 
-It ends with its standard input, and so with whoever started it, even if that is killed. It comes before all that
-compute, as the kernel would: a frame that waits for a processor comes too late.
+It ends with its standard input, and so with whoever started it, even if that is killed. It has priority over all
+computing processes, as the kernel would: a frame that waits for a processor comes too late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from time import monotonic
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
-CHECKSUMS, TSO4, TSO6, TSO_ECN = 1, 2, 4, 8  # left to whom gets the packet
+CHECKSUMS, TSO4, TSO6, TSO_ECN = 1, 2, 4, 8  # left to the receiver
 LARGEST = 2**16 + 64  # bytes of a frame with its headers
 MOST = 1000  # frames that wait: 64 MB at most
 AT_ONCE = 64  # frames that are taken before some are sent on

@@ -147,7 +147,7 @@ def _delaying() -> str:
 
 
 def delaying_seconds() -> float:
-    """Of a processor, that the delay line took so far, for all hosts; 0 without one."""
+    """Of a processor, that the delay line has used so far, for all hosts; 0 without one."""
     process = _delaying()
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9 if process else 0.0
 
