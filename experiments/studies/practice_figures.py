@@ -38,7 +38,7 @@ COLOURS = {
 }
 ORDERED = {BATCH: "batches", EXAMPLE: 'examples (`unit="example"`)'}  # by options of the sampler
 ANSWERS = {HOLDS: "helps", FAILS: "harms", EQUAL: "makes no difference", UNDECIDED: "cannot tell"}
-TICKS = (0, *(sign * size for size in (1, 2, 3, 5, 10, 30, 100) for sign in (-1, 1)))
+NEAR, FAR = (1, 2, 3, 5), (1, 3, 10, 30, 100)  # ticks of a panel up to 10, and of a longer one
 APART = 0.17  # between the bars of one cell
 PANELS = {LOSS: "train loss: gain (%)", SCORE: "validation score: gain (points)"}
 
@@ -76,7 +76,8 @@ def _scale(panel: Axes) -> None:
     low, high = panel.dataLim.intervalx
     panel.set_xscale("symlog", linthresh=1.0, linscale=0.5)
     panel.set_xlim(1.3 * min(low, -1), 1.3 * max(high, 1))
-    panel.set_xticks([tick for tick in TICKS if 1.3 * low <= tick <= 1.3 * high], minor=False)
+    ticks = [0, *(sign * size for size in (NEAR if max(-low, high) < 10 else FAR) for sign in (-1, 1))]
+    panel.set_xticks([tick for tick in ticks if 1.3 * low <= tick <= 1.3 * high], minor=False)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter("{x:g}")
 
