@@ -184,16 +184,18 @@ def test_buckets_that_never_settle_are_left_where_they_are(sharing):
     bucket, connected, _ = sharing
     for _ in range(shared.PATIENT - 1):
         bucket.begin()
-        assert bucket.after_step(divided=False) is None
-    assert connected.close.alive and bucket.after_step(divided=False) is False and not connected.close.alive
+        assert not bucket.after_step(divided=False)
+    assert connected.close.alive and bucket.after_step(divided=False)
+    assert not bucket.settle() and not connected.close.alive
 
 
 def test_whoever_fails_while_sharing_leaves_nobody_waiting(sharing, monkeypatch):
     bucket, connected, other = sharing
     monkeypatch.setattr(shared, "share", mock.Mock(side_effect=MemoryError))
     bucket.begin()
+    assert bucket.after_step(divided=True)
     with pytest.raises(MemoryError):
-        bucket.after_step(divided=True)
+        bucket.settle()
     assert not connected.close.alive and other.recv(1) == b""
 
 

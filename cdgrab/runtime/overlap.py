@@ -275,7 +275,9 @@ class OverlappingHook:
 
     def _end(self) -> None:
         """Each of several models in one backward pass waits when all have begun: processes may have their own order."""
-        if self._sharing and not self._broken:  # even if something else has failed here: other processes do
+        divided = not self._regrouped or self._observer is None or self._observer.division is None
+        # even if something else has failed here: other processes share
+        if self._sharing and not self._broken and self._sharing.after_step(divided):
             queue_callback(partial(self._complete_step, self._beside.call(self._share)))
         else:
             self._complete_step(None)
@@ -290,11 +292,8 @@ class OverlappingHook:
             self._observer.end(self._whole if self._wanted == "whole" else None)
 
     def _share(self) -> None:
-        divided = not self._regrouped or self._observer is None or self._observer.division is None
-        found = self._sharing.after_step(divided)
-        if found is not None:
-            self._received = {}
-        if found is False:  # then pieces of their usual size are faster
+        self._received = {}
+        if not self._sharing.settle():  # then pieces of their usual size are faster
             self._sharing, self._piece, self._buckets = None, PIECE, []
 
     def _may_divide(self) -> bool:

@@ -76,6 +76,7 @@ class Sharing:
         self._shared: list[SharedBucket] = []
         self._same = 0  # steps since buckets changed
         self._waited = 0  # steps in which they were not shared
+        self._ready = False  # they may be shared now
 
     def begin(self) -> None:
         """A step begins."""
@@ -90,19 +91,21 @@ class Sharing:
         self._buffers.append(buffer)
         return self._shared[index] if self._shared else None
 
-    def after_step(self, divided: bool) -> bool | None:
-        """The step is complete. Returns whether buckets are shared from now on, or never will be; None: nothing has
-        changed. divided: coordinates are as they want it."""
+    def after_step(self, divided: bool) -> bool:
+        """The step is complete. Returns whether it is time to `settle`. divided: coordinates are as buckets want it."""
         if any(bucket.moved for bucket in self._shared):
             self.forget()
-        buffers, self._buffers = self._buffers, []  # whose memory DDP may give up
-        if self._shared:
-            return None
-        self._waited += 1
-        if divided and self._same >= SETTLED:
+        self._ready = divided and self._same >= SETTLED
+        self._waited += not self._shared
+        due = not self._shared and (self._ready or self._waited >= PATIENT)
+        self._buffers = self._buffers if due else []  # whose memory DDP may give up
+        return due
+
+    def settle(self) -> bool:
+        """Returns whether buckets are shared from now on; if not, they never are."""
+        buffers, self._buffers = self._buffers, []
+        if self._ready:
             self._shared = self._tried(buffers)
-        elif self._waited < PATIENT:
-            return None
         if not self._shared:
             self.close()
         return bool(self._shared)

@@ -44,10 +44,10 @@ def _draw(panel: Axes, row: dict) -> None:
 
 
 def sentences(device: str) -> list[str]:
-    return [_sentence(row) for row in rows("timeline", device).to_dict("records")]
+    return [sentence(row) for row in rows("timeline", device).to_dict("records")]
 
 
-def _sentence(row: dict) -> str:
+def sentence(row: dict) -> str:
     computed, buckets = row["handed_ms"][-1], len(row["handed_ms"])
     spans = list(zip(row["handed_ms"], row["averaged_ms"], strict=True))
     early, begun = sum(end < computed for _, end in spans), sum(start < computed for start, _ in spans)

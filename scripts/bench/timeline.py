@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from cdgrab.runtime.overlap import OverlappingHook
 from experiments.report.figures_link import CD_GRAB, PLAIN
+from experiments.report.figures_timeline import sentence
 from scripts.bench import hosts
 from scripts.bench.link_methods import MODELS, Training
 from scripts.bench.measure import report, rounded
@@ -42,14 +43,7 @@ def measure(device: str, size: str) -> Iterator[dict]:
             yield where | {"method": method, "steps": STEPS[size], **found}
 
 
-def describe(row: dict) -> str:
-    last = len(row["handed_ms"]) - 1
-    early = sum(end < row["handed_ms"][last] for end in row["averaged_ms"])
-    return (
-        f"{row['model']}, links of {row['link']:g} Gbit/s, {row['method']}: gradients are computed after "
-        f"{row['handed_ms'][last]:.0f} ms, {early} of {last + 1} buckets averaged by then, backward returns after "
-        f"{row['returned_ms']:.0f} ms"
-    )
+describe = sentence
 
 
 # -- in every process --------------------------------------------------------------------------------------------------
