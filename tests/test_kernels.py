@@ -73,8 +73,9 @@ def test_rows_one_by_one_are_balanced_as_by_the_plain_loop(on_gpu, dim, dtype, w
     rows[3, 0, 2], rows[8, 0, :2] = torch.nan, torch.tensor([torch.inf, -torch.inf])
     running, signs = torch.zeros(1, dim, dtype=torch.float64, device=device), torch.zeros(12, 1, dtype=torch.int8)
     expected, signs = running.clone(), signs.to(device)
+    decide = gpu.RowByRow(running, limits, signs)
     for index, row in enumerate(rows):
-        assert gpu.balance_row(row[None], running, limits, index, signs) == signs[index]
+        decide(row[None], index)
     assert torch.equal(signs, balance.balance(rows.nan_to_num(0.0, 0.0, 0.0), expected, limits))
     torch.testing.assert_close(running, expected, rtol=1e-12, atol=1e-12)
 

@@ -33,12 +33,14 @@ class Balancer:
         self, *, group: WorkerGroup, dim: int, decisions: int, seed: int, rule: str, width: float, buffer_bytes: float
     ) -> None:
         self.group, self.dim, self.decisions = group, dim, decisions
+        self._alone = self.plain and group.workers == 1
         self._seed, self._width = seed, width if rule == "walk" else None
         self.block_bytes = min(BLOCK_BYTES, buffer_bytes / 2)  # rows that are worth a call of `decide`
         self.running = torch.zeros(self.sums(), self.coordinates(), dtype=torch.float64)
         self._limits = torch.zeros(decisions, group.workers, dtype=torch.float64)
         self._kernels: ModuleType | None = None
-        self._found: Tensor | None = None  # signs of this epoch, [decisions, 1], on a GPU
+        self._found: Tensor | None = None  # signs of rows that were decided alone, [decisions, 1], on a GPU
+        self._row_by_row = None  # what decides these: a `RowByRow`, for the sum and the limits of now
 
     def sums(self) -> int:
         """How many running sums this process keeps."""
@@ -67,16 +69,25 @@ class Balancer:
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
         if self._is_quick(rows):
-            return self._decide_row(first, rows)
+            self.decide_row(first, rows)
+            return self.found(first, first + 1)
         limits = self.prepare(first, rows)[:, self.group.local]
         return self._kernels.balance(rows, self.running, limits)
 
-    def _decide_row(self, first: int, rows: Tensor) -> Tensor:
-        """A single row on a GPU. In small models every call of the host's takes longer than what the GPU has to do."""
-        self._move_to(rows.device)
-        if self._found is None:
-            self._found = torch.empty(self.decisions, 1, dtype=torch.int8, device=rows.device)
-        return self._kernels.balance_row(rows, self.running, self._limits, first, self._found)
+    def decide_row(self, first: int, row: Tensor) -> None:
+        """`decide` for a single row on a GPU, with little to do for the host: in small models that takes longer than
+        what the GPU has to do. `found` tells the sign."""
+        self._move_to(row.device)
+        decide = self._row_by_row
+        if decide is None or decide.running is not self.running or decide.limits is not self._limits:
+            self._found = torch.empty(self.decisions, 1, dtype=torch.int8) if self._found is None else self._found
+            self._found = self._found.to(row.device)
+            self._row_by_row = decide = self._kernels.RowByRow(self.running, self._limits, self._found)
+        decide(row, first)
+
+    def found(self, first: int, end: int) -> Tensor:
+        """Signs [n, 1] of the epoch's rows from `first` to `end`, which `decide_row` has decided."""
+        return self._found[first:end]
 
     def is_brief(self, rows: Tensor) -> bool:
         """Whether these rows, on a GPU, are not worth another stream."""
@@ -91,8 +102,8 @@ class Balancer:
     def _is_quick(self, rows: Tensor) -> bool:
         """Whether this is a single row, and there is a kernel for one: blocks of rows need larger matrices and more
         launches."""
-        alone = rows.is_cuda and len(rows) == self.group.workers == 1 and self.plain
-        return alone and hasattr(kernels.for_device(rows.device), "balance_row")
+        alone = self._alone and rows.is_cuda and rows.shape[0] == 1
+        return alone and hasattr(kernels.for_device(rows.device), "RowByRow")
 
     def prepare(self, first: int, rows: Tensor) -> Tensor:
         """The limits of rows first, first + 1, …, [n, all workers], on the device of the rows, as is the state then."""

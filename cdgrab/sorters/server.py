@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class OrderServer:
         self._pool: ThreadPoolExecutor | None = None
         self._side: torch.cuda.Stream | None = None  # one beside the training's
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
-        self._spares: list[Tensor] = []  # memory of rows that were decided
+        # memory of rows that were decided, each with the stream in which, if that may not be done yet
+        self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -55,7 +57,8 @@ class OrderServer:
         self._first: int | None = None  # number of the first collected row
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
-        self._decided: list[_Block] = []
+        self._decided: list[_Signs | _SignsHere] = []
+        self._here: _SignsHere | None = None  # the last of these, if rows were decided in the training's stream
         self._handing_over = False
 
     def submit(self, first: int, rows: Tensor) -> None:
@@ -68,7 +71,7 @@ class OrderServer:
         whole = rows.shape[-1] == self._balancer.dim
         size = rows.nbytes if whole else self._balancer.size(rows)
         self._collected_bytes += size
-        self._next = first + len(rows)
+        self._next = first + rows.shape[0]
         if self._collected_bytes + size > self._balancer.block_bytes:
             self.flush()
 
@@ -83,8 +86,13 @@ class OrderServer:
         if self._running and too_much and _fits(self._running[0].rows, like, size):
             self._running[0].hand_over()
             self._retire()
-        self._spares = [spare for spare in self._spares if _fits(spare, like, size)]
-        return self._spares.pop().view(shape) if self._spares else like.new_empty(shape)
+        self._spares = [spare for spare in self._spares if _fits(spare[0], like, size)]
+        if not self._spares:
+            return like.new_empty(shape)
+        memory, stream = self._spares.pop()
+        if stream and _follow(stream):
+            memory.record_stream(torch.cuda.current_stream(stream.device))
+        return memory if memory.shape == shape else memory.view(shape)
 
     def free(self) -> None:
         """Keep no memory for rows to come: they will have another size."""
@@ -100,7 +108,7 @@ class OrderServer:
         while self._running and self._waiting_bytes() + rows.nbytes > self._buffer_bytes:
             self._wait_for_oldest()
         self._handing_over = True  # stays true if interrupted: then it is unknown whether the rows were decided
-        self._running.append(self._begin(self._first, rows))
+        self._begin(self._first, rows)
         self._collected, self._collected_bytes = [], 0
         self._handing_over = False
 
@@ -109,12 +117,12 @@ class OrderServer:
         self.flush()
         while self._running:
             self._wait_for_oldest()
-        blocks, self._decided = self._decided, []
-        if not blocks:
+        decided, self._decided, self._here = self._decided, [], None
+        if not decided:
             return None
         if self._last:
             _follow(self._last)
-        return blocks[0].first, torch.cat([block.signs() for block in blocks]).cpu()
+        return decided[0].first, torch.cat([some.signs() for some in decided]).cpu()
 
     def drain(self) -> None:
         """Return when nothing is being decided. Errors are raised by `result`."""
@@ -131,69 +139,104 @@ class OrderServer:
 
     def _retire(self) -> None:
         block = self._running.popleft()
-        self._decided.append(block)
+        self._decided.append(block.found)
         if block.rows is not None:
-            self._spares.append(block.rows)
+            self._spares.append((block.rows, None))
             block.rows = None
 
-    def _begin(self, first: int, rows: Tensor) -> _Block:
-        if self._background and rows.is_cuda:
-            return self._on_a_stream(first, rows)
-        if self._background:
+    def _begin(self, first: int, rows: Tensor) -> None:
+        if not self._background:
+            signs = self._balancer.decide(first, rows)
+            self._decided.append(_Signs(first, lambda: signs))
+            self._spares = [(rows, None)]
+        elif rows.is_cuda:
+            brief = self._balancer.is_brief(rows)
+            self._decide_here(first, rows) if brief else self._decide_beside(first, rows)
+        else:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
-            return _Block(first, rows, rows.nbytes, future.result, future.result, future.done, future.result)
-        signs = self._balancer.decide(first, rows)
-        self._spares = [rows]
-        return _Block(first, None, 0, _at_once, _at_once, lambda: True, lambda: signs)
+            found = _Signs(first, future.result)
+            self._running.append(_Block(found, rows, rows.nbytes, future.result, future.result, future.done))
 
-    def _on_a_stream(self, first: int, rows: Tensor) -> _Block:
-        """One beside the training's, unless that takes the host longer than the GPU takes for the rows. Whatever was
-        decided in another one comes first."""
-        current = torch.cuda.current_stream(rows.device)
-        brief = self._balancer.is_brief(rows)
-        if not brief:
-            self._side = self._side or torch.cuda.Stream(rows.device)
-            self._side.wait_stream(current)
-        stream = current if brief else self._side
-        if self._last not in (None, stream):
-            stream.wait_stream(self._last)
-        self._last = stream
-        with torch.cuda.device(rows.device) if brief else torch.cuda.stream(stream):
+    def _decide_here(self, first: int, row: Tensor) -> None:
+        """In the training's stream: to lead a brief row to another one takes the host longer than the GPU takes for
+        the row. Nobody has to wait for it but in another stream."""
+        stream = torch.cuda.current_stream(row.device)
+        if self._follow_last(stream):
+            row.record_stream(stream)  # in which it may not have been allocated
+        while self._running:  # this stream follows theirs now
+            self._retire()
+        with torch.cuda.device(row.device):
+            self._balancer.decide_row(first, row)
+        if self._here is None or self._decided[-1] is not self._here:
+            self._here = _SignsHere(self._balancer, first, first)
+            self._decided.append(self._here)
+        self._here.end = first + 1
+        self._spares = [(row, stream)]
+
+    def _decide_beside(self, first: int, rows: Tensor) -> None:
+        """In a stream beside the training's."""
+        self._side = stream = self._side or torch.cuda.Stream(rows.device)
+        stream.wait_stream(torch.cuda.current_stream(rows.device))
+        self._follow_last(stream)
+        with torch.cuda.stream(stream):
             signs = self._balancer.decide(first, rows)
-        if brief:  # there is nothing to wait for but in another stream
-            follow = partial(_follow, stream)
-            return _Block(first, rows, 0, follow, follow, lambda: True, lambda: signs)
         rows.record_stream(stream)
         done = stream.record_event()
         hand_over = partial(_wait_in_stream, done, rows.device)
-        return _Block(first, rows, rows.nbytes, done.synchronize, hand_over, done.query, lambda: signs)
+        found = _Signs(first, lambda: signs)
+        self._running.append(_Block(found, rows, rows.nbytes, done.synchronize, hand_over, done.query))
+
+    def _follow_last(self, stream: torch.cuda.Stream) -> bool:
+        """Whatever was decided in another stream comes first. Returns whether that is possible."""
+        last, self._last = self._last, stream
+        if last == stream:
+            return False
+        if last is not None:
+            stream.wait_stream(last)
+        return True
+
+
+class _Signs(NamedTuple):
+    """Signs that are or will be known: the number of the first, and how to get them."""
+
+    first: int
+    signs: Callable[[], Tensor]
+
+
+@dataclass(eq=False)
+class _SignsHere:
+    """The same of rows that were decided in the training's stream, one after the other."""
+
+    balancer: Balancer
+    first: int
+    end: int
+
+    def signs(self) -> Tensor:
+        return self.balancer.found(self.first, self.end)
 
 
 @dataclass
 class _Block:
-    """Rows that are being decided: the number of the first, their memory (if it may be used again) and how much of it
-    they occupy, how to wait for them, how to wait until that memory may be written to, whether they are decided, and
-    their signs."""
+    """Rows that are being decided: their signs, their memory (if it may be used again) and how much of it they occupy,
+    how to wait for them, how to wait until that memory may be written to, and whether they are decided."""
 
-    first: int
+    found: _Signs
     rows: Tensor | None
     size: int
     wait: Callable[[], object]
     hand_over: Callable[[], object]
     done: Callable[[], bool]
-    signs: Callable[[], Tensor]
 
 
-def _at_once() -> None:
-    """Nothing to wait for."""
-
-
-def _follow(stream: torch.cuda.Stream) -> None:
-    """Whatever is queued on this GPU from now on comes after what is queued in this stream."""
+def _follow(stream: torch.cuda.Stream) -> bool:
+    """Whatever is queued on this GPU from now on comes after what is queued in this stream. Returns whether that is
+    another one."""
     current = torch.cuda.current_stream(stream.device)
-    if current != stream:
-        current.wait_stream(stream)
+    if current == stream:
+        return False
+    current.wait_stream(stream)
+    return True
 
 
 def _wait_in_stream(event: torch.cuda.Event, device: torch.device) -> None:

@@ -63,7 +63,7 @@ def balance(rows: Tensor, running: Tensor, limits: Tensor, shape: Shape | None =
     return by_worker.T
 
 
-balance_row = single.balance_row
+RowByRow = single.RowByRow
 balance_centred = partial(gram.balance_centred, by=balance)
 balance_kh = partial(gram.balance_kh, by=balance)
 

@@ -18,6 +18,23 @@ def launch(kernel, grid: tuple, arguments: tuple, sizes: dict, warps: int, toget
         _compiled[key] = kernel[grid](*arguments, **sizes, **options)
 
 
+class Launches:
+    """Launches of one kernel with arguments of one kind (see `launch`), which is up to the caller: from the second one
+    on, nothing is looked up."""
+
+    def __init__(self, kernel, grid: tuple, sizes: dict, warps: int) -> None:
+        self._kernel, self._grid, self._sizes, self._warps = kernel, grid, sizes, warps
+        self._values = tuple(sizes.values())
+        self._again = None  # the interpreter has nothing faster
+
+    def __call__(self, *arguments) -> None:
+        if self._again:
+            self._again(*arguments, *self._values)
+        else:
+            compiled = self._kernel[self._grid](*arguments, **self._sizes, num_warps=self._warps)
+            self._again = compiled and compiled[self._grid]
+
+
 def cut(dim: int, columns: int, programs: int) -> tuple[int, int]:
     """How many tiles of `columns` each program gets, and how many programs (at most `programs`) that takes."""
     tiles = -(-dim // (columns * programs))  # plain arithmetic: Triton's cdiv takes as long as a launch

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cdgrab.balance import rules
-from cdgrab.balance.kernels.launching import cut, launch
+from cdgrab.balance.kernels.launching import Launches, cut
 
 MOST_COLUMNS, MOST_PROGRAMS = 1024, 512
 ROUNDING = tl.constexpr(rules.ROUNDING)
 COUNTS = ["vectors", "tiles", "index"]  # do not specialise kernels on these values
 
 
-def balance_row(row: Tensor, running: Tensor, limits: Tensor, index: int, signs: Tensor) -> Tensor:
-    """The sign [1, …] of a row alone, which is written to signs[index]; its limit is limits[index]. All are contiguous,
-    and row and running of one length. What is not finite in the row counts as zero. Takes no memory but for a few
-    numbers per program, so that a training beside it keeps its own, and two launches: blocks of rows pay for their
-    matrices with many more."""
-    dim = row.numel()
-    vector = math.gcd(4, dim, row.data_ptr() // row.element_size())
-    tiles, programs = cut(dim, MOST_COLUMNS, MOST_PROGRAMS)
-    products = torch.empty(programs, 2, dtype=torch.float64, device=row.device)
-    where, sizes = (row, running, products, dim // vector, tiles), {"COLUMNS": MOST_COLUMNS, "VECTOR": vector}
-    launch(_multiply_row_kernel, (programs, 1, 1), where, sizes, 4, False)
-    sizes["PROGRAMS"] = 1 << (programs - 1).bit_length()
-    launch(_add_row_kernel, (programs, 1, 1), (*where, limits, signs, index), sizes, 4, False)
-    return signs[index : index + 1]
+class RowByRow:
+    """Decides rows alone, each against limits[index], and writes its sign to signs[index]. All are contiguous, and rows
+    and running of one length. What is not finite in a row counts as zero. Takes no memory but for a few numbers per
+    program, so that a training beside it keeps its own, and two launches: blocks of rows pay for their matrices with
+    many more."""
+
+    def __init__(self, running: Tensor, limits: Tensor, signs: Tensor) -> None:
+        self.running, self.limits, self.signs = running, limits, signs
+        self._tiles, self._programs = cut(running.numel(), MOST_COLUMNS, MOST_PROGRAMS)
+        self._products = running.new_empty(self._programs, 2)
+        self._kinds: dict[tuple, tuple] = {}  # of rows: what launches the kernels for them
+
+    def __call__(self, row: Tensor, index: int) -> None:
+        kind = (row.dtype, row.data_ptr() % 16)  # all that compiled kernels rely on
+        vectors, multiply, add = self._kinds.get(kind) or self._prepared(kind, row)
+        where = (row, self.running, self._products, vectors, self._tiles)
+        multiply(*where)
+        add(*where, self.limits, self.signs, index)
+
+    def _prepared(self, kind: tuple, row: Tensor) -> tuple[int, Launches, Launches]:
+        dim, grid = row.numel(), (self._programs, 1, 1)
+        vector = math.gcd(4, dim, row.data_ptr() // row.element_size())
+        sizes = {"COLUMNS": MOST_COLUMNS, "VECTOR": vector}
+        multiply = Launches(_multiply_row_kernel, grid, sizes, 4)
+        add = Launches(_add_row_kernel, grid, sizes | {"PROGRAMS": 1 << (self._programs - 1).bit_length()}, 4)
+        self._kinds[kind] = dim // vector, multiply, add
+        return self._kinds[kind]
 
 
 @triton.jit
