@@ -22,14 +22,24 @@ class Layout:
         *self.starts, self.dim = accumulate((parameter.numel() for parameter in parameters), initial=0)
         self._key: tuple | None = None  # of the memory that was asked for last: in every step it is the same
         self._views: list[Tensor] = []
+        self._like: Tensor | None = None  # the same of `like`
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """The places in row [dim], each in the shape of its parameter."""
+        """The places in a row of dim numbers, each in the shape of its parameter."""
         key = (row.data_ptr(), row.dtype, row.device)
         if key != self._key:
-            every = zip(self.parameters, self.starts, strict=True)
+            every, row = zip(self.parameters, self.starts, strict=True), row.view(-1)
             self._key, self._views = key, [_place(row, parameter, start) for parameter, start in every]
         return self._views
+
+    def like(self, there: Sequence[Tensor]) -> Tensor:
+        """An empty tensor on the device of these gradients, of a type that can hold all of them."""
+        there = there or self.parameters[:1]
+        dtype = reduce(torch.promote_types, {part.dtype for part in there}, torch.float32)
+        device, like = there[0].device, self._like
+        if like is None or like.dtype != dtype or like.device != device:
+            self._like = there[0].new_empty(0, dtype=dtype)
+        return self._like
 
 
 def _place(row: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
@@ -48,16 +58,18 @@ class Parts:
     def __init__(self, layout: Layout, gradients: Sequence[Tensor | None], scale: Tensor | float = 1.0) -> None:
         self._layout, self.scale = layout, scale
         self._scaled = isinstance(scale, Tensor) or scale != 1.0
-        self._parts = [part if part is None or part.layout is torch.strided else part.to_dense() for part in gradients]
+        if {part.layout for part in gradients if part is not None} - {torch.strided}:
+            gradients = [part if part is None else part.to_dense() for part in gradients]
+        self._parts, self._there = gradients, [part for part in gradients if part is not None]
 
     @cached_property
     def like(self) -> Tensor:
         """An empty tensor on the parts' device, of a type that can hold all of them."""
-        there = self._there() or self._layout.parameters[:1]
-        return there[0].new_empty(0, dtype=reduce(torch.promote_types, {part.dtype for part in there}, torch.float32))
+        return self._layout.like(self._there)
 
     def write(self, row: Tensor, subtract: bool = False) -> None:
-        """Write the gradient to row [dim], or subtract it from what is there, without the factor. Takes no memory."""
+        """Write the gradient to a row of dim numbers, or subtract it from what is there, without the factor. Takes no
+        memory."""
         if subtract and self._scaled:
             row *= self.scale
         self._write(row, subtract)
@@ -81,7 +93,7 @@ class Parts:
         return row
 
     def _write(self, row: Tensor, subtract: bool) -> None:
-        places, there = self._layout.views(row), self._there()
+        places, there = self._layout.views(row), self._there
         if len(there) < len(places):
             missing = [place for place, part in zip(places, self._parts, strict=True) if part is None]
             places = [place for place, part in zip(places, self._parts, strict=True) if part is not None]
@@ -92,13 +104,10 @@ class Parts:
 
     def finite(self) -> bool:
         """Whether everything is; a GPU would have to wait for the answer."""
-        sums = (part.sum(dtype=torch.promote_types(part.dtype, torch.float32)) for part in self._there())
+        sums = (part.sum(dtype=torch.promote_types(part.dtype, torch.float32)) for part in self._there)
         return math.isfinite(sum(map(float, sums)))
 
     def cleaned(self) -> Parts:
         """With zeros for what is not finite."""
         parts = [None if part is None else part.nan_to_num(0.0, 0.0, 0.0) for part in self._parts]
         return Parts(self._layout, parts, self.scale)
-
-    def _there(self) -> list[Tensor]:
-        return [part for part in self._parts if part is not None]

@@ -57,7 +57,7 @@ class BalancingSorter(Sorter):
         self._balancer = self.balancer(group=self.group, **sizes, **settings)
         self._signs = torch.zeros(self.local_workers, self._balancer.decisions, dtype=torch.int8)
         # the first gradient of a pair that is still incomplete, [local workers, 0 or 1, row_dim]
-        self._unpaired = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
+        self._unpaired = self._none = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
         self._server: OrderServer | None = None  # made when the first gradients arrive: they tell the device
         self.takes_parts = self.local_workers == 1 and not isinstance(self._sketch, Gaussian)
 
@@ -66,7 +66,7 @@ class BalancingSorter(Sorter):
         order = self.first_order() if epoch == 0 else self._reordered()
         self._balancer.start(epoch, observed=self.position)
         self._signs.zero_()
-        self._unpaired = self._unpaired[:, :0]
+        self._unpaired = self._none
         if self._server:
             self._server.forget()
         return order
@@ -88,13 +88,13 @@ class BalancingSorter(Sorter):
         like, shape, pairs = gradient.like, (1, 1, self.row_dim), self.units_per_row == 2
         if pairs and self._unpaired.shape[1]:
             rows = self._unpaired.to(like)
-            gradient.write(rows.view(-1), subtract=True)
-            self._unpaired = like.new_empty(1, 0, self.row_dim)
+            gradient.write(rows, subtract=True)
+            self._unpaired = self._none
             return self._take(1, self._balancer.cleaned(rows))
         if pairs and self.position + 1 == self.units:  # an odd last unit has no partner: its gradient is not needed
             return self._take(1)
         row = self._order_server(like.is_cuda).room(like, *shape)
-        gradient.write(row.view(-1))
+        gradient.write(row)
         if not pairs:
             return self._take(1, self._balancer.cleaned(row))
         self._unpaired = row
@@ -123,7 +123,7 @@ class BalancingSorter(Sorter):
         waiting = self._unpaired.shape[1]
         if gradients.shape[1] == 1 and waiting:  # a unit at a time needs no memory but that of the first
             rows = self._unpaired.to(gradients).sub_(gradients).transpose(0, 1)
-            self._unpaired = gradients.new_empty(self.local_workers, 0, self.row_dim)
+            self._unpaired = self._none
             return rows
         if gradients.shape[1] == 1:
             self._unpaired = self._order_server(gradients.is_cuda).room(gradients, *gradients.shape).copy_(gradients)
@@ -145,8 +145,8 @@ class BalancingSorter(Sorter):
         first = self.position // self.units_per_row
         self.position += units
         if self.position == self.units:  # an odd last unit has no partner: its gradient is not needed
-            self._unpaired = self._unpaired[:, :0]
-        if rows is not None and len(rows):
+            self._unpaired = self._none
+        if rows is not None and rows.shape[0]:
             self._order_server(rows.is_cuda).submit(first, rows)
 
     def _order_server(self, on_gpu: bool) -> OrderServer:

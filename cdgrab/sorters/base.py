@@ -29,7 +29,7 @@ class Parts(Protocol):
     scale: Tensor | float
 
     def write(self, row: Tensor, subtract: bool = False) -> None:
-        """Write it to row [dim], or subtract it from what is there."""
+        """Write it to a row of dim numbers, or subtract it from what is there."""
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Some coordinates after others, as vectors, each with the number of the first; the rest are zero. They are
