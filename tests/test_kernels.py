@@ -63,6 +63,24 @@ def test_fast_balance_equals_the_plain_loop(fast, dtype, strided, width, sums, m
     assert_same_by_both(fast, "balance", rows, running, limits)
 
 
+@dtypes
+@given(copied=st.integers(1, 400), most=st.integers(1, 30), sums=st.sampled_from([1, 3]))
+def test_blocks_of_rows_are_decided_in_parts_as_whole(dtype, copied, most, sums):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.gram, "COPIED", copied)
+        patch.setattr(kernels.gram, "MOST_PARTS", most)
+        rows, limits = make_rows(25, 3, 19, dtype, True), 6.0 * uniform(25, 3)
+        assert_same_by_both((kernels.gram, "cpu"), "balance", rows, normal(sums, 19, seed=1), limits)
+
+
+def test_copies_of_rows_stay_small():
+    for sums, count, dim in [(1, 8, 0), (1, 1, 2**22), (1, 4, 2**25), (3, 256, 70_000), (2, 64, 19)]:
+        parts = kernels.gram._parts(torch.empty(sums, count, dim, device="meta"))
+        width = max(len(range(dim)[part]) for part in parts)
+        assert sum(len(range(dim)[part]) for part in parts) == dim and len(parts) <= kernels.gram.MOST_PARTS
+        assert sums * count * width <= max(kernels.gram.COPIED, sums * count * -(-dim // kernels.gram.MOST_PARTS))
+
+
 @pytest.mark.parametrize(("dim", "dtype", "width"), [(5, torch.float64, 6.0), (37, torch.float32, 0.0)])
 def test_rows_one_by_one_are_balanced_as_by_the_plain_loop(on_gpu, dim, dtype, width, monkeypatch):
     """What is not finite counts as zero."""

@@ -8,7 +8,7 @@ are float64, so the signs equal those of the plain loop; inner products within r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from cdgrab.balance.rules import ROUNDING, kh_threshold
 
 Balance = Callable[[Tensor, Tensor, Tensor], Tensor]
 ROWS_AT_ONCE = {"cpu": 64, "cuda": 256}  # larger Gram matrices cost more than they save
+COPIED, MOST_PARTS = 2**19, 16  # numbers that are copied in float64 at a time; but rows have at most so many parts
 
 
 def balance(
@@ -61,14 +62,28 @@ def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tenso
         return signs[0].to(torch.int8)
     at_once = ROWS_AT_ONCE["cuda" if rows.is_cuda else "cpu"]
     for some, its_limits in zip(rows.split(at_once, 1), limits.split(at_once, 1), strict=True):
-        some = some.to(running.dtype)
-        products = total(torch.cat([some @ some.mT, some @ running[:, :, None]], dim=2))
+        parts = _parts(some)
+        products = total(reduce(torch.add, (_products(some[:, :, part], running[:, part]) for part in parts)))
         gram, inner = products[:, :, :-1].contiguous(), products[:, :, -1].contiguous()
         numbers = (gram, inner, its_limits.contiguous())
         decided = fastest_recursion()(*(tensor.cpu() for tensor in numbers)).to(rows.device)
-        running += (decided[:, None, :] @ some).squeeze(1)
+        for part in parts:
+            running[:, part].add_((decided[:, None, :] @ some[:, :, part].to(running.dtype)).squeeze(1))
         signs.append(decided)
     return torch.cat(signs, dim=1).to(torch.int8)
+
+
+def _parts(rows: Tensor) -> list[slice]:
+    """Coordinates that are looked at together: copies of all of them would take twice the memory of the rows."""
+    sums, count, dim = rows.shape
+    columns = max(1, COPIED // (sums * count), -(-dim // MOST_PARTS))
+    return [slice(start, start + columns) for start in range(0, max(1, dim), columns)]
+
+
+def _products(rows: Tensor, running: Tensor) -> Tensor:
+    """Inner products of rows with each other, and with the running sum: [sums, rows, rows + 1]."""
+    rows = rows.to(running.dtype)
+    return torch.cat([rows @ rows.mT, rows @ running[:, :, None]], dim=2)
 
 
 @cache
