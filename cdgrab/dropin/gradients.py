@@ -9,8 +9,9 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
                           and two pieces of a bucket (DDP) or a module (FSDP) on their way. On a CPU pieces are up to
-                          8 MB, twice that in the first steps. Where processes share memory (`runtime.shared`) they are
-                          up to 1 MB in the first steps, and then there are none
+                          8 MB, twice that in the first steps, and on a GPU a sixteenth of all parameters. Where
+                          processes share memory (`runtime.shared`) they are up to 1 MB in the first steps, and then
+                          there are none
 
 Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
 to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.

@@ -8,9 +8,9 @@ DDP regroups its buckets after the first step. Buckets that are new are exchange
 this takes a copy of every piece, but moving what is kept of an earlier step would take as much memory as a gradient.
 Where nothing is kept, coordinates are divided as the buckets want it.
 
-On a CPU a long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is
-needed for what is received, and slow links are never idle. Where all processes are on one host, no gradients are sent
-once the buckets have settled: see `shared`.
+A long bucket is exchanged in pieces, of which the next is on its way while one is summed up: less memory is needed for
+what is received, and slow links are never idle. (On a GPU only a bucket that has much of all parameters is long.) Where
+all processes are on one host, no gradients are sent once the buckets have settled: see `shared`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from cdgrab.runtime.shared import SharedBucket, Sharing
 PIECE = 2**20  # coordinates, on a CPU: where processes share cores, more messages take more time than they save,
 ON_SLOW_LINKS = 4  # but four times as many save a sixth of a step with links of 1 Gbit/s
 UNTIL_SHARED = 16  # and before buckets are shared, for a few steps, less memory counts more than time
+ON_GPU, PARTS = 2**18, 16  # on a GPU so many, or a sixteenth of all parameters: each collective takes time to begin
 CHUNK = 2**16  # coordinates that are averaged at a time in shared memory: what is read stays in a cache
 
 AtOnce = Callable[[list[Tensor], Tensor, Tensor | None, bool], bool | None]
@@ -75,7 +76,7 @@ class OverlappingHook:
         register(model, self, OverlappingHook.communicate)
         on_gpu, alone = self._device.type == "cuda", self._group.world_size == 1
         self._beside = OnStream(self._group, self._device) if on_gpu else InThread(self._group)
-        self._piece, group = PIECE, self._beside.group
+        self._piece, group = max(ON_GPU, -(-self._dim // PARTS)) if on_gpu else PIECE, self._beside.group
         if alone or on_gpu:
             return
         # memory moves only if nobody but DDP knows where it is
@@ -134,7 +135,7 @@ class OverlappingHook:
         return self._buckets[index][1]
 
     def _cut(self, parameters: tuple[int, ...], buffer: Tensor, index: int) -> list[Piece]:
-        number = 1 if buffer.is_cuda else -(-len(buffer) // self._piece)
+        number = -(-len(buffer) // self._piece)
         ends = [len(buffer) * (i + 1) // number for i in range(number)]
         inside = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         lengths = [piece.stop - piece.start for piece in inside]
@@ -245,7 +246,10 @@ class OverlappingHook:
         return None if division is None else division.owned(piece.slices)
 
     def _room(self, place: slice | None, width: int, sent: Tensor, lane: int = -1) -> Tensor:
-        """Memory for what is received: the observer's, or some of the size of the largest piece."""
+        """Memory for what is received: the observer's, or some of the size of the largest piece. On a GPU it is
+        new, of the stream in which it is used: that takes no time there, and nothing is kept between steps."""
+        if sent.is_cuda:
+            return sent.new_empty(self._group.world_size, width)
         if self._wanted == "shares" and place is not None:
             room = self._observer.room_for_share(place, sent)
             if room is not None:
