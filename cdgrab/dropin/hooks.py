@@ -17,7 +17,7 @@ from cdgrab.errors import CdgrabError
 SHOWN = 2  # units in a row that did without hooks on all parameters, before these go
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pass:
     """A backward pass."""
 

@@ -58,9 +58,11 @@ class Parts:
     def __init__(self, layout: Layout, gradients: Sequence[Tensor | None], scale: Tensor | float = 1.0) -> None:
         self._layout, self.scale = layout, scale
         self._scaled = isinstance(scale, Tensor) or scale != 1.0
-        if {part.layout for part in gradients if part is not None} - {torch.strided}:
+        there = [part for part in gradients if part is not None]
+        if {part.layout for part in there} - {torch.strided}:
             gradients = [part if part is None else part.to_dense() for part in gradients]
-        self._parts, self._there = gradients, [part for part in gradients if part is not None]
+            there = [part for part in gradients if part is not None]
+        self._parts, self._there = gradients, there
 
     @cached_property
     def like(self) -> Tensor:
