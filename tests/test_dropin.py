@@ -241,6 +241,36 @@ def on(device, tensors):
     return [tensor.to(device) for tensor in tensors]
 
 
+def test_autograd_copies_no_gradient_not_even_in_the_first_pass():
+    model, made, moved = network(), {}, []
+    sampler = attached(model, sketch="countsketch")
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: made.update({name: gradient.data_ptr()}))
+
+    def note(_):
+        moved.append([parameter.grad.data_ptr() == made[name] for name, parameter in model.named_parameters()])
+
+    train(model, sampler, epochs=1, note=note)
+    assert len(moved) == len(sampler) and all(map(all, moved))
+
+
+def test_steps_amid_a_backward_pass_may_overwrite_gradients():
+    """The sampler has them as they were."""
+    model, expected = network(), []
+    sampler = attached(model)
+    seen = seen_by(sampler.ledger)
+
+    def step(parameter):
+        expected.append(parameter.grad.flatten().clone())
+        parameter.grad.zero_()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    train(model, sampler, epochs=1)
+    assert sorted(torch.cat(seen).flatten().tolist()) == sorted(torch.cat(expected).tolist())
+
+
 def test_clipping_comes_after_the_sampler_has_looked():
     model = network()
     sampler = attached(model)

@@ -13,8 +13,9 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
                           processes share memory (`runtime.shared`) they are up to 1 MB in the first steps, and then
                           there are none
 
-Where hooks on all parameters are needed (see `BackwardPasses`), also in the first passes, gradients that they hold on
-to come on top: 1, and 1 more if they are accumulated. The sorters `grab` and `id_grab_bal` have two more sums: 4.
+Where hooks on all parameters are needed (see `BackwardPasses`), gradients that they hold on to come on top: 1, and 1
+more if they are accumulated. In the first passes, too, but for gradients that autograd moves to an empty .grad: these
+take no more. The sorters `grab` and `id_grab_bal` have two more sums: 4.
 """
 
 from __future__ import annotations

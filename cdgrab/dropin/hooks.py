@@ -44,7 +44,7 @@ class BackwardPasses:
     - where only parts of the model are called, or a compiler traces it, and so leaves out the hook at the outputs.
 
     Autograd copies a gradient that somebody holds on to instead of moving it to .grad. So hooks leave it alone where it
-    will be found in .grad, once a first pass has shown that it stays there.
+    will be found in .grad, once a first pass has shown that it stays there; until then they hold on to its memory only.
 
     first_of_unit: whether no pass of the current unit has been completed yet. is_active: whether a pass might be wanted
     at all. Without `complete` nobody wants the gradients, and `start_backward` is called at a pass's start.
@@ -148,8 +148,9 @@ class BackwardPasses:
             if self._all and not self._complete:
                 Variable._execution_engine.queue_callback(partial(self._count, now.at_output, index))
         if now.wanted and self._complete:
-            moved = not self._all or (self._stays and self._parameters[index].grad is None)
-            now.found[index] = None if moved else gradient
+            parameter = self._parameters[index]
+            moved = not self._all or (self._stays and parameter.grad is None)
+            now.found[index] = None if moved else _held(gradient, parameter)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,13 @@ class BackwardPasses:
             _refuse()
         if now.wanted:
             self._complete(gradients, True)
+
+
+def _held(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What holds on to a gradient. Another tensor with the same memory does not keep autograd from moving it to .grad;
+    but a hook that finds it there may overwrite it."""
+    overwritten = parameter.grad is not None or parameter._post_accumulate_grad_hooks
+    return gradient if overwritten else gradient.detach()
 
 
 def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:
