@@ -297,8 +297,14 @@ def test_peaks_count_what_was_there_and_is_gone():
         block[::4096] = b"x" * -(-len(block) // 4096)
         time.sleep(0.1)
     assert 2**26 - 2**22 <= memory.peak() - before <= 2**26 + 2**24
-    assert 2**26 - 2**22 <= watched.stop() - room <= 2**26 + 2**24
+    assert 2**26 - 2**22 <= dropin._peak([watched.stop()]) - room <= 2**26 + 2**24
     assert memory.resident("VmRSS") < memory.peak() - 2**25
+
+
+def test_what_processes_share_may_count_for_one_after_the_other():
+    shared = [(0.0, 0), (1.0, 8), (2.0, 2)], [(0.5, 4), (1.5, 2), (2.5, 6)]
+    assert dropin._peak(list(shared)) == (8 + 4) / 2
+    assert dropin._peak([shared[1]]) == 6
 
 
 class StandIn:

@@ -25,9 +25,10 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Return every large block to the system as soon as it is freed, so that a measured peak was really needed.
 
-    By itself, glibc raises these thresholds while a program runs.
+    glibc begins with these thresholds, but raises them while a program runs. Larger blocks than that, of which some are
+    kept, would leave holes that come and go by chance.
     """
-    _set_thresholds(2**20, 2**20)
+    _set_thresholds(2**17, 2**17)
 
 
 def _set_thresholds(mapped: int, trimmed: int) -> None:

@@ -136,9 +136,21 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
         # where torch has this allocator: as `return_freed_memory`, and pages of 4 KB instead of 2 MB
         os.environ.update(MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0")
         for script in SCRIPTS if device == "cpu" else ():
-            for one, alone in zip(every, run((script,), limits[0], 1, 1, 0), strict=True):
-                one["peaks"][script] = alone["peaks"][script]
+            peak = _peak([one["peaks"][script] for one in run((script,), limits[0], 1, 1, 0)])
+            for one in every:
+                one["peaks"][script] = peak
         return every
+
+
+def _peak(looks: list[list[tuple[float, int]]]) -> float:
+    """Bytes that each process has, on average, when all together have most: what they share counts for one more than
+    for another, now and then. looks: of each process, see `Memory`."""
+    there, most = [0] * len(looks), 0
+    every = ((moment, process, size) for process, some in enumerate(looks) for moment, size in some)
+    for _, process, size in sorted(every):
+        there[process] = size
+        most = max(most, sum(there))
+    return most / len(looks)
 
 
 def _trained(sorter: str, size: str, seed: int) -> float:
@@ -221,19 +233,20 @@ class Memory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._before = self._most = own_and_shared()
+        self._before, self._looks = own_and_shared(), []
         self._stopped = threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._stopped.wait(1e-3):
-            self._most = max(self._most, own_and_shared())
+            there = own_and_shared() - self._before
+            self._looks.append((time.perf_counter(), there))  # by a clock that all processes have in common
 
-    def stop(self) -> int:
-        """Bytes at most, since this began."""
+    def stop(self) -> list[tuple[float, int]]:
+        """The moment of each look, and bytes more than when this began."""
         self._stopped.set()
         self.join()
-        return self._most - self._before
+        return self._looks
 
 
 def _peak_alone(make: Callable[[str], tuple[Callable[[], None], int]], each: str) -> int:
