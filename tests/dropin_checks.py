@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cdgrab import CdgrabError
-from cdgrab.runtime import division, links, overlap
+from cdgrab.runtime import division, flows, links, overlap
 from cdgrab.runtime import group as workers
 from cdgrab.runtime.fsdp import part_size
 
@@ -114,7 +114,7 @@ RESUMED += [(4, "exdyna, scaled", 4), (4, "sharded", 3), (4, "sharded, accumulat
 def started(case, state=None):
     """Model, sampler, optimiser and scaler. state: of the sampler, loaded before it is attached."""
     workers.WHOLE, overlap.PIECE = case.short if case.divided else 2**40, case.piece
-    division.PART = 3  # coordinates are dealt to processes, before buckets are regrouped
+    flows.CHUNK, division.PART = 5, 3  # coordinates are dealt to processes, before buckets are regrouped
     model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dropin_cases import dataset, gathered, network, parallel, sampler_of, train
 from torch import nn
 
-from cdgrab.runtime import exchange, overlap
+from cdgrab.runtime import flows, overlap
 from cdgrab.runtime import group as workers
 
 
@@ -52,7 +52,7 @@ class Stopped(nn.Module):
 def overlapped():
     """Whether the last layer's gradient is averaged before the backward pass gets to the first layer, by step. In the
     first one, which is not held up, DDP has a single bucket."""
-    workers.WHOLE, averaged = 0, overlap.OverlappingHook._exchange
+    workers.WHOLE, averaged = 0, overlap.OverlappingHook._completed
     Waiting.until.set()
 
     def noted(*arguments):
@@ -60,7 +60,7 @@ def overlapped():
         Waiting.until.set()
 
     model = parallel(Stopped(Waiting.apply))
-    with mock.patch.object(overlap.OverlappingHook, "_exchange", noted):
+    with mock.patch.object(overlap.OverlappingHook, "_completed", noted):
         train(model, sampler_of().attach(model), 1, stop_after=4, note=lambda _: Waiting.until.clear())
     return gathered(Waiting.in_time)
 
@@ -133,16 +133,16 @@ def failed_once(model, late):
     """The error of a step in which every process fails amid an exchange, the second one so many seconds late, or the
     first one before it gets to buckets that the other has sent; and gradients afterwards."""
     workers.WHOLE, group = 0, dist.new_group(timeout=timedelta(seconds=120))
-    model, spread = parallel(model, process_group=group), exchange.Messages.spread
+    model, start = parallel(model, process_group=group), flows.Divided.start
     sampler = sampler_of(process_group=group).attach(model)
     train(model, sampler, 1, stop_after=2)
 
-    def spread_late(messages):
+    def start_late(*arguments):
         time.sleep(late * dist.get_rank())
-        spread(messages)
+        start(*arguments)
 
-    full = mock.patch.object(type(sampler.sorter), "take_share", side_effect=MemoryError("no room"))
-    with full, mock.patch.object(exchange.Messages, "spread", spread_late):
+    full = mock.patch.object(type(sampler.sorter), "make_room", side_effect=MemoryError("no room"))
+    with full, mock.patch.object(flows.Divided, "start", start_late):
         try:
             train(model, sampler, 1, stop_after=1)
         except MemoryError as error:

@@ -19,7 +19,7 @@ from forked import forked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cdgrab.runtime import division, links, overlap, shared
+from cdgrab.runtime import averages, division, flows, links, overlap, pipes, shared, sockets
 from cdgrab.runtime import group as workers
 from cdgrab.runtime.connection import connect, disconnect
 
@@ -93,6 +93,7 @@ def check(path):
             "gone": gone(),
             "bf16": trained(attach={"compress": "bf16"}),
             "off": trained(switched_off),
+            "collectives": trained(only_collectives),
         }
     if dist.get_rank() == 0:
         torch.save(found, path)
@@ -108,7 +109,7 @@ def started(
     wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None, network=Uneven
 ):
     workers.WHOLE, overlap.PIECE, division.PART = whole, piece, 3
-    overlap.UNTIL_SHARED, overlap.CHUNK = 1, 7
+    averages.CHUNK, flows.CHUNK = 7, 5
     model = parallel(network(dtype, late), **wrap or {})
     return model, sampler_of(**options or {}).attach(model, **attach or {})
 
@@ -127,7 +128,7 @@ def counted():
 
 
 def nested():
-    """As `trained`, before the first epoch, in shared memory and by messages."""
+    """As `trained`, before the first epoch, in shared memory and through pipes."""
     found = []
     for around in (ExitStack, switched_off):
         with counted() as steps, around():
@@ -163,6 +164,12 @@ def both_ways(wrap, options, dtype, whole, piece):
 def switched_off():
     """By one process, for all of them."""
     with mock.patch.dict(os.environ, {links.SWITCH: "0"} if dist.get_rank() == 0 else {}):
+        yield
+
+
+@contextmanager
+def only_collectives():
+    with mock.patch.dict(os.environ, {pipes.SWITCH: "0"} if dist.get_rank() == 1 else {}):
         yield
 
 
@@ -223,7 +230,7 @@ def too_many_on_their_way():
 
 @contextmanager
 def no_files_to_connect():
-    with few_files_in(links, "_link", 0), mock.patch.object(links, "PATIENCE", 1.0):
+    with few_files_in(links, "_link", 0), mock.patch.object(sockets, "PATIENCE", 1.0):
         yield
 
 
@@ -281,7 +288,7 @@ def closed_beside_a_fork():
     for unknown in (False, True):
         linked, child = links.connect(connect(dist.get_world_size())), None
         if unknown:
-            links._open.discard(linked)
+            del sockets.opened[linked]
         if dist.get_rank() == 0 and (child := os.fork()) == 0:
             time.sleep(60)
             os._exit(0)
@@ -303,14 +310,14 @@ def closed_beside_a_fork():
 
 
 def held():
-    """Files in shared memory that are open, mappings of them, and links to other processes."""
+    """Files in shared memory that are open, mappings of them, and users of connections: for notices, for gradients."""
     gc.collect()
     files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return (
         sum("/dev/shm/torch_" in one for one in files),
         sum("/dev/shm/torch_" in one for one in maps),
-        len(links._open),
+        len(sockets.opened),
     )
 
 

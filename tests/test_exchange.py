@@ -1,7 +1,6 @@
 """Exchanges between processes against one process and the oracle: orders, means, traffic."""
 
-from itertools import chain, count, pairwise, product, repeat
-from types import SimpleNamespace
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from sorter_cases import make_gradients, oracle
 
 import cdgrab
 from cdgrab.balance import kernels
-from cdgrab.runtime import beside
 from cdgrab.runtime import division as divisions
 from cdgrab.runtime import mean as exchange
 from cdgrab.runtime.division import Division
@@ -156,30 +154,3 @@ def test_everybody_has_as_much_of_any_long_slice(processes):
         owned = division.owned([slice(start, start + 4 * run)])
         widths = [sum(lies.stop - lies.start for lies, _ in parts) for parts in owned]
         assert sum(widths) == 4 * run and max(widths) == min(widths)
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "others", "speed", "attempts"),
-    [
-        ([6.0], 5.0, 131e6, 30),  # links of 1 Gbit/s
-        ([60.0], 5.0, 13e6, 5),  # and a tenth of that: nobody waits for more of them
-        ([9.0] * 12 + [2.0, 7.0], 1.0, 393e6, 15),  # a process that had to wait for a core, all but once
-        ([2.0], 6.0, 131e6, 30),  # the slowest process decides
-    ],
-)
-def test_links_are_slow_only_if_they_always_are(milliseconds, others, speed, attempts, monkeypatch):
-    """milliseconds: of the first attempts, all later ones take as long as the last of them; others: of those of another
-    process, at best."""
-    clock, made, each = [0.0], count(), chain(milliseconds, repeat(milliseconds[-1]))
-
-    def shard(sent):
-        next(made)
-        clock[0] += next(each) / 1e3
-
-    monkeypatch.setattr(beside.time, "perf_counter", lambda: clock[0])
-
-    def gather(seconds):
-        return torch.cat([seconds, seconds.new_tensor([others / 1e3])])
-
-    found = beside.speed(SimpleNamespace(world_size=4, shard=shard, gather=gather))
-    assert found == pytest.approx(speed, rel=0.01) and next(made) == attempts

@@ -1,4 +1,4 @@
-"""Gradients that processes of one host average in shared memory, against the same by messages."""
+"""Gradients that processes of one host average in shared memory, against the same through pipes and by collectives."""
 
 import contextlib
 import multiprocessing
@@ -19,7 +19,7 @@ from forked import elsewhere
 from shared_checks import CASES, FEW, PROCESSES
 
 from cdgrab.balance import kernels
-from cdgrab.runtime import links, shared
+from cdgrab.runtime import links, shared, sockets
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
 from cdgrab.runtime.pieces import Piece
@@ -49,7 +49,7 @@ def shared_steps(result):
 
 
 @pytest.mark.parametrize(("processes", "name"), TRAINED)
-def test_means_and_orders_are_those_of_messages_to_the_last_bit(found, processes, name):
+def test_means_and_orders_are_those_of_pipes_to_the_last_bit(found, processes, name):
     here, sent = found[processes][name]
     assert same(here, sent)
     steps, every = shared_steps(here)
@@ -110,6 +110,10 @@ def test_compressed_gradients_are_sent(found):
         assert each[2] < 0.75 * plain[2]
 
 
+def test_collectives_give_the_same_where_nothing_can_be_connected(found):
+    assert same(found[3]["collectives"], found[3]["off"]) and shared_steps(found[3]["collectives"])[0] == {0}
+
+
 def test_a_sorter_that_fails_on_one_process_holds_up_nobody(found):
     told, gradients = zip(*found[3]["failed"], strict=True)
     assert told == ("", "no room", "")
@@ -125,7 +129,7 @@ def test_closed_sockets_are_noticed_though_a_fork_has_copies(found):
 def test_memory_and_files_are_released_with_the_model(found):
     for before, some, more, after, names in found[3]["gone"]:
         files, maps, linked = some
-        assert some == more and files > 1 and maps == 3 * files and linked == 1
+        assert some == more and files > 1 and maps == 3 * files and linked == 2
         assert before == after == (0, 0, 0) and not names
 
 
@@ -149,7 +153,7 @@ def test_a_process_that_is_killed_is_noticed_by_the_others(tmp_path):
 def test_the_compiled_loop_has_the_bits_of_the_mean(count, dtype):
     compiled, dim = kernels.optional("shared"), 2 * 2**11 + 5
     rows, kept = torch.randn(count, dim + 9, dtype=dtype), torch.randn(count, dim, dtype=dtype)
-    parts = torch.tensor([[3, 2**11 + 1, 0], [2**11 + 4, dim - 2**11 - 1, 2**11 + 1]])
+    parts = [(3, 2**11 + 1, 0), (2**11 + 4, dim - 2**11 - 1, 2**11 + 1)]
     before, inside = rows.clone(), slice(3, dim + 3)
     mean, first = mean_of_rows(rows[:, inside], torch.empty(dim, dtype=dtype)), kept.clone()
     assert compiled.average_and_take(rows.unbind(), parts, kept, subtract=True)
@@ -167,7 +171,7 @@ def test_the_compiled_loop_has_the_bits_of_the_mean(count, dtype):
 def test_the_compiled_loop_stays_inside(part):
     rows, kept = torch.ones(2, 8), torch.ones(2, 4)
     with pytest.raises(ValueError, match="outside"):
-        kernels.optional("shared").average_and_take(rows.unbind(), torch.tensor([part]), kept)
+        kernels.optional("shared").average_and_take(rows.unbind(), [part], kept)
 
 
 @pytest.fixture
@@ -214,14 +218,14 @@ def test_any_patience_will_do():
 
 def test_strangers_who_connect_do_not_prolong_the_wait(monkeypatch):
     """They are let in, found to be none of ours, and time runs on."""
-    monkeypatch.setattr(links, "PATIENCE", 0.5)
+    monkeypatch.setattr(sockets, "PATIENCE", 0.5)
     token, ended = secrets.randbits(62), threading.Event()
 
     def knock():
         while not ended.is_set():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one, contextlib.suppress(OSError):
                 one.connect(links._address(token))
-                one.send(random.choice((b"?", links.HELLO.pack(1, 0))))
+                one.send(random.choice((b"?", sockets.HELLO.pack(1, 0, 0))))
                 time.sleep(0.02)
 
     thread = threading.Thread(target=knock, daemon=True)

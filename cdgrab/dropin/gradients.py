@@ -8,10 +8,10 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
                           if its buckets are .grad: gradient_as_bucket_view)
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
-                          and two pieces of a bucket (DDP) or a module (FSDP) on their way. On a CPU pieces are up to
-                          8 MB, twice that in the first steps, and on a GPU a sixteenth of all parameters. Where
-                          processes share memory (`runtime.shared`) they are up to 1 MB in the first steps, and then
-                          there are none
+                          and what is on its way: of FSDP two modules; of DDP on a GPU two sixteenths of all
+                          parameters; on a CPU some hundred kB, and in the first steps two pieces of up to a 64th of
+                          all parameters (see `runtime.flows`). Processes that share memory (`runtime.shared`) need
+                          nothing more after these
 
 Where hooks on all parameters are needed (see `BackwardPasses`), gradients that they hold on to come on top: 1, and 1
 more if they are accumulated. In the first passes, too, but for gradients that autograd moves to an empty .grad: these
@@ -232,8 +232,13 @@ class ParallelGradients:
         gradients = [parameter.grad for parameter in self._parameters]
         self._ledger.observe_parts(Parts(self._layout, gradients, self._ledger.scale(self._parameters[0])))
 
-    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
-        return self._ledger.sorter.room_for_share(place, like)
+    def decide_late(self, group: WorkerGroup) -> None:
+        if self._ledger.takes_shards:
+            self._ledger.sorter.decide_late(group)
+
+    def make_room(self) -> None:
+        with self._ledger.stopwatch:
+            self._ledger.sorter.make_room()
 
     @property
     def division(self) -> Division | None:
@@ -292,7 +297,7 @@ def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
     return compiled.mean_of_rows(rows, out) if few and (compiled := optional("cpu")) else mean_of_rows(rows, out)
 
 
-def _at_once(rows: list[Tensor], parts: Tensor, kept: Tensor | None, subtract: bool) -> bool | None:
+def _at_once(rows: list[Tensor], parts: list[tuple[int, int, int]], kept: Tensor | None, subtract: bool) -> bool | None:
     compiled = optional("shared")
     return compiled.average_and_take(rows, parts, kept, subtract) if compiled and compiled.takes(rows, kept) else None
 

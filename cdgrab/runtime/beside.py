@@ -1,9 +1,8 @@
-"""What goes on beside a backward pass: jobs that stop where they have to wait, and how fast the links are."""
+"""What goes on beside a backward pass: jobs that stop where they have to wait."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +14,12 @@ from torch.futures import Future
 from cdgrab.runtime.group import WorkerGroup
 
 LANES = 2  # jobs that are under way at a time
-TRIED = 2**18  # numbers that are sent to find out how fast links are,
-ROUNDS, ATTEMPTS = 6, 5  # in at most so many rounds, of so many attempts
-SLOW = 2e8  # bytes per second
 
 
-def _in_turn(jobs: deque[Iterator[bool]]) -> None:
-    """Go on with one job where another has to wait. More jobs may come meanwhile."""
-    running: deque[Iterator[bool]] = deque()
+def _in_turn(jobs: deque[Iterator[bool]], running: deque[Iterator[bool]], most: int) -> None:
+    """Go on with one job where another has to wait. More jobs may come meanwhile. running: those that have begun."""
     while jobs or running:
-        _go_on((jobs if jobs and len(running) < LANES else running).popleft(), running)
+        _go_on((jobs if jobs and len(running) < most else running).popleft(), running)
 
 
 def _go_on(job: Iterator[bool], running: deque[Iterator[bool]]) -> None:
@@ -48,19 +43,35 @@ class Handed:
 
 
 class InThread:
-    """Does jobs in a thread with a channel of its own, those of the next bucket already while others have to wait."""
+    """Does jobs in a thread with a channel of its own: collectives one after the other, since processes would begin
+    them in different orders; if gradients flow, those of the next bucket already while others have to wait."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._pool = group.new_channel(), ThreadPoolExecutor(1, "exchange")
         self._jobs: deque[Iterator[bool]] = deque()
+        self._running: deque[Iterator[bool]] = deque()
+        self._last: concurrent.futures.Future | None = None
+        self._at_once, self._wake = 1, _nobody
+
+    def flows(self, wake: Callable[[], None]) -> None:
+        """wake: ends the waiting of a job, since there are others."""
+        self._at_once, self._wake = LANES, wake
 
     def run(self, jobs: Iterable[Iterator[bool]]) -> None:
+        """If the thread has nothing to do, the first job begins here: it would take a while to get a core."""
         self._jobs.extend(jobs)
-        self._pool.submit(_in_turn, self._jobs)
+        if self._jobs and (self._last is None or self._last.done()):
+            _go_on(self._jobs.popleft(), self._running)
+        self._last = self._pool.submit(_in_turn, self._jobs, self._running, self._at_once)
+        self._wake()
 
     def call(self, function: Callable[[], None]) -> concurrent.futures.Future:
         """After all jobs."""
         return self._pool.submit(function)
+
+
+def _nobody() -> None:
+    """Waits for anything but a collective."""
 
 
 class OnStream:
@@ -72,21 +83,4 @@ class OnStream:
     def run(self, jobs: Iterable[Iterator[bool]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            _in_turn(deque(jobs))
-
-
-def speed(group: WorkerGroup) -> float:
-    """Bytes per second that a process sends at its best; those of the slowest, on all of them. Where processes share
-    cores, an attempt may wait for a core instead of the link: a link is slow only if all attempts are, or if the first
-    few are very slow."""
-    sent, seconds, found = torch.zeros(TRIED), [], 0.0
-    for _ in range(ROUNDS):
-        for _ in range(ATTEMPTS):
-            start = time.perf_counter()
-            group.shard(sent)
-            seconds.append(time.perf_counter() - start)
-        slowest = float(group.gather(torch.tensor([min(seconds)], dtype=torch.float64)).max())
-        found = sent.nbytes * (1 - 1 / group.world_size) / slowest
-        if not SLOW / 4 < found < SLOW:
-            break
-    return found
+            _in_turn(deque(jobs), deque(), LANES)

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.constants import default_pg_timeout
 
+from cdgrab.runtime import sockets
 from cdgrab.runtime.group import WorkerGroup
 
 SWITCH = "CDGRAB_SHARED_MEMORY"  # 0: processes of one host exchange messages, too
-PATIENCE = 10.0  # seconds in which processes that have told their addresses connect
 LONGEST = 10**6  # seconds that the system can be asked to wait
 READY, DONE = 1, 2  # kinds of notices: my memory may be read; I have written what is mine to everybody's
-HELLO, NOTICE = struct.Struct("<qq"), struct.Struct("<B?xxiq")
+NOTICE = struct.Struct("<B?xxiq")
 
 
 class Notice(NamedTuple):
@@ -41,20 +40,20 @@ class Notice(NamedTuple):
 
 
 class Links:
-    """sockets: to each other process, by rank. Errors are RuntimeErrors, like those of torch's own exchanges. Forks of
-    this process have no part in it: while they lived, nobody would notice the end of this one."""
+    """connections: to each other process, by rank. Errors are RuntimeErrors, like those of torch's own exchanges. Forks
+    of this process have no part in it."""
 
-    def __init__(self, sockets: dict[int, socket.socket], patience: float) -> None:
-        self._sockets, self._patience = sockets, patience
+    def __init__(self, connections: dict[int, socket.socket], patience: float) -> None:
+        self._sockets, self._patience = connections, patience
         self._arrived: dict[Notice, dict[int, bool]] = defaultdict(dict)
         self._ended: set[int] = set()
         self._poll = select.poll()
-        self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
-        for one in sockets.values():
+        self._ranks = {one.fileno(): rank for rank, one in connections.items()}
+        for one in connections.values():
             one.settimeout(min(patience, LONGEST))
             self._poll.register(one, select.POLLIN)
-        self.close = weakref.finalize(self, _close, list(sockets.values()))
-        _open.add(self)
+        self.close = weakref.finalize(self, sockets.close, list(connections.values()))
+        sockets.leave_to_parent(self, connections.values())
 
     def tell(self, notice: Notice, mark: bool = False) -> None:
         """Tell all others, without waiting. mark: see `wait`."""
@@ -112,9 +111,6 @@ class Links:
         return found
 
 
-_open: weakref.WeakSet[Links] = weakref.WeakSet()  # those that a fork has to leave alone
-
-
 def _give(one: socket.socket, number: int | None) -> None:
     if number is not None:
         try:
@@ -128,23 +124,6 @@ def _give(one: socket.socket, number: int | None) -> None:
 
 def _gone(*ranks: int) -> RuntimeError:
     return RuntimeError(f"the connection to rank {', '.join(map(str, ranks))} is closed" if ranks else "closed before")
-
-
-def _close(sockets: list[socket.socket]) -> None:
-    for one in sockets:
-        with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)  # even if another process has it, too
-        one.close()
-
-
-def _leave_to_parent() -> None:
-    for links in _open:
-        for one in links._sockets.values():
-            one.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def connect(group: WorkerGroup, wanted: bool = True) -> Links | None:
@@ -195,43 +174,14 @@ def _listen(token: int, backlog: int) -> socket.socket:
 
 
 def _link(group: WorkerGroup, listening: socket.socket, tokens: tuple[int, ...]) -> Links:
-    """Connect to lower ranks, who need not answer for that, then let higher ones in."""
-    limit = group.timeout or default_pg_timeout.total_seconds()
-    patience = min(PATIENCE, limit / 2)
-    deadline, found = time.monotonic() + patience, {}
-    try:
-        for rank in range(group.rank):
-            found[rank] = one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            one.settimeout(patience)
-            one.connect(_address(tokens[rank]))
-            if not _same_user(one):
-                raise PermissionError("another user has taken this address")
-            one.send(HELLO.pack(group.rank, tokens[group.rank]))
-        while len(found) < group.world_size - 1:
-            left = deadline - time.monotonic()
-            if left <= 0:  # though others may still come: anybody may try to connect
-                raise TimeoutError
-            listening.settimeout(left)
-            one, _ = listening.accept()
-            rank = _greeted_by(one, tokens, max(0.01, deadline - time.monotonic()))
-            if rank is not None and rank > group.rank:
-                found[rank] = one
-            else:
-                one.close()
-    except OSError as error:
-        _close(list(found.values()))
-        raise OSError("not connected") from error
-    return Links(found, limit)
+    def call(rank: int, seconds: float) -> socket.socket:
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(seconds)
+        one.connect(_address(tokens[rank]))
+        return one
 
-
-def _greeted_by(one: socket.socket, tokens: tuple[int, ...], seconds: float) -> int | None:
-    """The rank at the other end; None: a stranger's."""
-    one.settimeout(seconds)
-    try:
-        rank, token = HELLO.unpack(one.recv(HELLO.size)) if _same_user(one) else (-1, 0)
-    except (OSError, struct.error):
-        return None
-    return rank if 0 <= rank < len(tokens) and token == tokens[rank] else None
+    found = sockets.meet(group, listening, tokens, call, _same_user)
+    return Links({rank: one for rank, (one,) in found.items()}, sockets.limit_of(group))
 
 
 def _same_user(one: socket.socket) -> bool:

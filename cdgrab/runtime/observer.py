@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cdgrab.runtime.division import Division
+from cdgrab.runtime.group import WorkerGroup
 
 
 class Observer(Protocol):
@@ -17,8 +18,12 @@ class Observer(Protocol):
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
         .grad, or nothing."""
 
-    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
-        """Where such a share is best received, if it matters; see `Sorter.room_for_share`."""
+    def decide_late(self, group: WorkerGroup) -> None:
+        """Before the first step: `make_room` is called in every step in which shares are wanted, while gradients are on
+        their way, in the thread of this channel; see `Sorter.decide_late`."""
+
+    def make_room(self) -> None:
+        """For this step's shares."""
 
     def take_share(self, place: slice, share: Tensor, *, mean: Tensor | None = None) -> None:
         """This process's coordinates of everybody's gradients, [processes, width], and their mean, if it is there; see

@@ -75,5 +75,16 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
+def clipped(parts: list[Part], start: int, end: int) -> list[Part]:
+    """What lies between start and end, counted from start."""
+    found: list[Part] = []
+    for lies, place in parts:
+        first, last = max(lies.start, start), min(lies.stop, end)
+        if first < last:
+            kept = place and slice(place.start + first - lies.start, place.start + last - lies.start)
+            found.append((slice(first - start, last - start), kept))
+    return found
+
+
 def _size(part: Part) -> int:
     return part[0].stop - part[0].start

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cdgrab.errors import MissingError, first_line
+from cdgrab.runtime.sockets import address_of
 
 PATIENCE = 120.0  # seconds that all processes have to start
-SIOCGIFADDR = 0x8915  # of Linux: the address of a network card
 PAUSE = 0.02  # seconds between two polls
 GONE = "the process that keeps the store no longer answers"
 
@@ -48,19 +47,11 @@ def _listen_on_one_card(world_size: int) -> None:
         found = [card for card in cards if card in ("lo", "lo0")]
     elif "GLOO_SOCKET_IFNAME" not in os.environ and _has_agent():
         with socket.create_connection(_agents_address(), PATIENCE) as way:
-            found = [card for card in cards if _address_of(card) == way.getsockname()[0]]
+            found = [card for card in cards if address_of(card) == way.getsockname()[0]]
     else:
         return
     if found:
         os.environ["GLOO_SOCKET_IFNAME"] = found[0]
-
-
-def _address_of(card: str) -> str | None:
-    """Of a network card; only Linux tells."""
-    import fcntl
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", card.encode()))[20:24])
 
 
 def _agents_address() -> tuple[str, int]:

@@ -58,6 +58,7 @@ class BalancingSorter(Sorter):
         self._signs = torch.zeros(self.local_workers, self._balancer.decisions, dtype=torch.int8)
         # the first gradient of a pair that is still incomplete, [local workers, 0 or 1, row_dim]
         self._unpaired = self._none = torch.empty(self.local_workers, 0, self.row_dim, dtype=torch.float64)
+        self._late = False  # whether blocks are decided when memory is wanted for the next
         self._server: OrderServer | None = None  # made when the first gradients arrive: they tell the device
         self.takes_parts = self.local_workers == 1 and not isinstance(self._sketch, Gaussian)
 
@@ -160,7 +161,7 @@ class BalancingSorter(Sorter):
         background = in_background(wanted, on_gpu) if alone or wanted != "auto" else False
         if background and not alone:
             self._balancer.group = self.group.new_channel()
-        return OrderServer(self._balancer, self._buffer_bytes, background)
+        return OrderServer(self._balancer, self._buffer_bytes, background, late=self._late and not background)
 
     def _units_at_once(self, gradients: Tensor) -> int:
         """As many as fill a block. A GPU gets blocks of up to 64 MiB whatever `buffer_mb` is: smaller ones would spend

@@ -137,10 +137,12 @@ class Sorter(WorkerState):
         together. like: a tensor of a type that can hold them, on their device."""
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
-    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
-        """Where a piece like this can be written, on a CPU: `take_share` of that memory copies nothing. None: it would
-        not be kept there as it is."""
-        return None
+    def decide_late(self, group: WorkerGroup) -> None:
+        """Before the first gradients: after `begin_shares` all processes call `make_room`, when they have time to wait
+        for what has to be decided first. group: the channel of the thread in which they do that."""
+
+    def make_room(self) -> None:
+        """For the shares that follow; see `decide_late`."""
 
     def kept_shares(self) -> tuple[Tensor, bool] | None:
         """What is kept of the shard, [workers, width], and whether pieces are subtracted from it instead of taking its

@@ -12,6 +12,7 @@ from torch import Tensor
 from cdgrab.balance import kernels
 from cdgrab.errors import CdgrabError
 from cdgrab.runtime.division import Division
+from cdgrab.runtime.group import WorkerGroup
 from cdgrab.sorters.balancers import BLOCK_BYTES, Balancer
 from cdgrab.sorters.balancing import BalancingSorter
 
@@ -117,6 +118,7 @@ class CoordinatedPairBalance(BalancingSorter):
         super().__init__(**options)
         self.takes_shards = self._balancer.divided and self._sketch is None
         self._shares: Tensor | None = None  # [workers, width]: of a pair's first gradients, less those of the second
+        self._like: Tensor | None = None  # of the type of those that are being taken
         self._second = False  # whether those that are being taken are a pair's second ones
         self._open = False  # whether some are being taken; still so after a step that has failed
 
@@ -145,26 +147,34 @@ class CoordinatedPairBalance(BalancingSorter):
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
             self._shares = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(like)
             self._unpaired = self._unpaired[:, :0]
-        self._second, self._open = self._shares is not None, True
-        if not self._second:
+        self._like, self._second, self._open = like[:0], self._shares is not None, True
+        if not self._late:
+            self.make_room()
+
+    def decide_late(self, group: WorkerGroup) -> None:
+        if self._server is None and self._background in ("auto", False):
+            self._late, self._balancer.group = True, group
+
+    def make_room(self) -> None:
+        if self._shares is None:
+            like = self._like
             self._shares = self._order_server(like.is_cuda).room(like, self.workers, self.division.width)
 
-    def room_for_share(self, place: slice, like: Tensor) -> Tensor | None:
-        fits = not self._second and not like.is_cuda and like.dtype == self._shares.dtype
-        return self._shares[:, place] if fits else None
-
     def kept_shares(self) -> tuple[Tensor, bool] | None:
+        self.make_room()
         return self._shares, self._second
 
     def take_share(self, place: slice, share: Tensor, add: bool = False) -> None:
+        self.make_room()
         if self._second:
             self._shares[:, place] -= share
         elif add:
             self._shares[:, place] += share
-        elif share.data_ptr() != self._shares[:, place].data_ptr():  # otherwise it was received there
+        else:
             self._shares[:, place] = share
 
     def end_shares(self) -> None:
+        self.make_room()
         self._open = False
         rows = self._shares[None]
         if self._second or self.position + 1 == self.units:  # the last of an odd number waits for no partner

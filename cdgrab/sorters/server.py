@@ -37,11 +37,11 @@ class OrderServer:
 
     At most `buffer_bytes` of rows wait to be decided, or a single block if that is larger. In addition, at most one
     block is being collected. Rows are not split here: a submission larger than a block becomes one block. An
-    interrupted wait loses nothing.
+    interrupted wait loses nothing. late: a block that is full waits until somebody asks for `room`.
     """
 
-    def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool) -> None:
-        self._balancer, self._buffer_bytes, self._background = balancer, buffer_bytes, background
+    def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool, late: bool = False) -> None:
+        self._balancer, self._buffer_bytes, self._background, self._late = balancer, buffer_bytes, background, late
         self._pool: ThreadPoolExecutor | None = None
         self._side: torch.cuda.Stream | None = None  # one beside the training's
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
@@ -54,6 +54,7 @@ class OrderServer:
         being decided. Call `drain` first if they still matter."""
         self._collected: list[Tensor] = []
         self._collected_bytes = 0  # kept as a running count: with tiny models a block takes thousands of rows
+        self._full = False  # what was collected is a block
         self._first: int | None = None  # number of the first collected row
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
@@ -72,7 +73,8 @@ class OrderServer:
         size = rows.nbytes if whole else self._balancer.size(rows)
         self._collected_bytes += size
         self._next = first + rows.shape[0]
-        if self._collected_bytes + size > self._balancer.block_bytes:
+        self._full = self._collected_bytes + size > self._balancer.block_bytes
+        if self._full and not self._late:
             self.flush()
 
     def room(self, like: Tensor, *shape: int, sparing: bool = True) -> Tensor:
@@ -80,6 +82,8 @@ class OrderServer:
         to it. sparing: if more would exceed the buffer, wait for the memory of rows that are being decided; on a GPU
         only the stream waits."""
         size = math.prod(shape)
+        if self._full:
+            self.flush()
         while self._running and self._running[0].done():
             self._wait_for_oldest()
         too_much = sparing and self._waiting_bytes() + size * like.element_size() > self._buffer_bytes
@@ -109,7 +113,7 @@ class OrderServer:
             self._wait_for_oldest()
         self._handing_over = True  # stays true if interrupted: then it is unknown whether the rows were decided
         self._begin(self._first, rows)
-        self._collected, self._collected_bytes = [], 0
+        self._collected, self._collected_bytes, self._full = [], 0, False
         self._handing_over = False
 
     def result(self) -> tuple[int, Tensor] | None:

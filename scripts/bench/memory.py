@@ -106,7 +106,7 @@ def load_code(device: str) -> int:
         kernels.balance_divided(rows, running, limits)
     if device == "cpu" and (compiled := kernels.optional("cpu")):  # what the drop-in sampler uses besides
         compiled.mean_of_rows(torch.ones(4, 8), torch.empty(8))
-        part = torch.tensor([[0, 8, 0]])
+        part = [(0, 8, 0)]
         kernels.optional("shared").average_and_take(torch.ones(4, 8).unbind(), part, torch.ones(4, 8))
         compiled.add_to_sketches(torch.zeros(1, 8), torch.zeros(4, dtype=torch.int16), torch.ones(1, 4))
     return resident("VmRSS") - before

@@ -135,7 +135,7 @@ def load_kernels() -> None:
             kernels.balance_divided(rows, running, limits)
         for count in (2, 4):
             compiled.mean_of_rows(torch.zeros(count, 1, dtype=dtype), torch.zeros(1, dtype=dtype))
-            part = torch.zeros(1, 3, dtype=torch.int64)
+            part = [(0, 0, 0)]
             kernels.optional("shared").average_and_take(torch.zeros(count, 1, dtype=dtype).unbind(), part)
     compiled.balance_centred(sums[None], sums, sums, sums, limits)
     compiled.balance_kh(sums[None], sums, sums[:, 0], limits[0, :1], limits)

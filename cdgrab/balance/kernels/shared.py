@@ -10,7 +10,6 @@ from numba import njit
 from torch import Tensor
 
 from cdgrab.balance.kernels.cpu import can_keep_code
-from cdgrab.checks import shape
 
 CHUNK = 2**11  # coordinates; this many of some rows fit into the fastest cache
 NOTHING, FIRST, SECOND = 0, 1, 2
@@ -88,21 +87,23 @@ def _average_and_take(rows, parts, count, kept, how):
     return every
 
 
-def average_and_take(rows: Sequence[Tensor], parts: Tensor, kept: Tensor | None = None, subtract: bool = False) -> bool:
+def average_and_take(
+    rows: Sequence[Tensor], parts: Sequence[tuple[int, int, int]], kept: Tensor | None = None, subtract: bool = False
+) -> bool:
     """The mean of rows [dim], by `cdgrab.runtime.mean.mean_of_rows`, takes the place of every one of them. Before that
-    they are written to kept [rows, width], or subtracted from it, zeros instead of numbers that are not finite. parts
-    [n, 3]: of which coordinates, where they start, how many there are, and where they are kept. Returns whether all
-    were finite."""
-    for row in rows:
-        shape("rows", row, {"dim": len(rows[0])})
-    how = NOTHING if kept is None else SECOND if subtract else FIRST
-    kept = rows[0].new_empty(len(rows), 0) if kept is None else kept
-    start, width, place = parts.unbind(1)
-    inside = bool((parts >= 0).all()) and int((start + width).max()) <= len(rows[0])
-    if not inside or (how and (len(kept) != len(rows) or int((place + width).max()) > kept.shape[1])):
-        raise ValueError("parts are outside of rows, or of what is kept")
-    every = tuple(row.numpy() for row in rows)
-    return _average_and_take(every, parts.numpy(), every[0].dtype.type(len(rows)), kept.numpy(), how)
+    they are written to kept [rows, width], or subtracted from it, zeros instead of numbers that are not finite. parts:
+    of which coordinates, where they start, how many there are, and where they are kept. Returns whether all were
+    finite."""
+    every = tuple([row.numpy() for row in rows])
+    dim, how = every[0].size, NOTHING if kept is None else SECOND if subtract else FIRST
+    if any([row.shape != (dim,) for row in every]):
+        raise ValueError(f"rows must have shape [{dim}], got {[row.shape for row in every]}")
+    into = np.empty((len(every), 0), every[0].dtype) if kept is None else kept.numpy()
+    room = into.shape[1] if len(into) == len(every) else -1
+    for start, width, place in parts:
+        if min(start, width, place) < 0 or start + width > dim or (how and place + width > room):
+            raise ValueError("parts are outside of rows, or of what is kept")
+    return _average_and_take(every, np.array(parts).reshape(-1, 3), every[0].dtype.type(len(every)), into, how)
 
 
 def takes(rows: Sequence[Tensor], kept: Tensor | None) -> bool:

@@ -1,0 +1,206 @@
+"""Vectors on their way between processes: averaged chunk by chunk or, if short, at once. Nothing here waits."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**15  # numbers of each process that are averaged at once
+HEADER = struct.Struct("<qq")  # the flow's number, and how many bytes come
+
+Target = Iterator[memoryview | None]  # where what arrives goes, one place after the other; None: there is no room yet
+Compute = Callable[[list[Tensor], int], None]
+
+
+class End:
+    """This process's end of a connection: what waits to be sent, and where what arrives goes."""
+
+    def __init__(self, rank: int, one: socket.socket, poll: select.poll) -> None:
+        self.rank, self.number = rank, one.fileno()
+        self._socket, self._poll, self._watched = one, poll, 0
+        self._outgoing: deque[tuple[memoryview, Flow]] = deque()
+        self._incoming: deque[tuple[Target, Flow]] = deque()
+        self._place: memoryview | None = None  # what arrives next goes there
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._watched)
+
+    def send(self, some: memoryview, flow: Flow) -> None:
+        flow.left += 1
+        self._outgoing.append((some, flow))
+        if len(self._outgoing) == 1:
+            self._write()
+            self._watch()
+
+    def expect(self, target: Target, flow: Flow) -> None:
+        flow.left += 1
+        self._incoming.append((target, flow))
+        if len(self._incoming) == 1:
+            self.look_for_room()
+
+    def look_for_room(self) -> None:
+        """Where there was none, there may be some now."""
+        while self._place is None and self._incoming:
+            target, flow = self._incoming[0]
+            try:
+                if (place := next(target)) is None:
+                    break
+                self._place = place
+            except StopIteration:
+                self._incoming.popleft()
+                flow.left -= 1
+        self._watch()
+
+    def go_on(self) -> None:
+        """The connection can be written to or read from."""
+        self._read()
+        self._write()
+        self._watch()
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                some, flow = self._outgoing[0]
+                sent = self._socket.send(some)
+                if sent < len(some):
+                    self._outgoing[0] = some[sent:], flow
+                else:
+                    self._outgoing.popleft()
+                    flow.left -= 1
+        except BlockingIOError:
+            pass
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while self._place is not None:
+                count = self._socket.recv_into(self._place)
+                if not count:
+                    raise ConnectionResetError
+                if count < len(self._place):
+                    self._place = self._place[count:]
+                    break
+                self._place = None
+                self.look_for_room()
+
+    def _watch(self) -> None:
+        wanted = select.POLLIN * (self._place is not None) | select.POLLOUT * bool(self._outgoing)
+        if wanted != self._watched:
+            if not wanted:
+                self._poll.unregister(self.number)
+            else:
+                self._poll.register(self.number, wanted)
+            self._watched = wanted
+
+
+class Flow:
+    """A vector on its way. left: how many things have not arrived yet, or are not sent."""
+
+    def __init__(self, rank: int, vector: Tensor, compute: Compute) -> None:
+        self._rank, self._vector, self._compute, self.left = rank, vector, compute, 0
+
+    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
+        """By rank, this process's ends of its connections."""
+        raise NotImplementedError
+
+    def _greet(self, end: End, number: int, size: int) -> None:
+        end.send(memoryview(HEADER.pack(number, size)), self)
+
+    def _greeted(self, end: End, number: int, size: int) -> Iterator[memoryview]:
+        """Whoever sends something else is in another step, or has another model."""
+        header = bytearray(HEADER.size)
+        yield memoryview(header)
+        if HEADER.unpack(header) != (number, size):
+            raise RuntimeError(f"rank {end.rank} exchanges other gradients than rank {self._rank}")
+
+
+class Divided(Flow):
+    """Every process averages its own coordinates of everybody's vector."""
+
+    def __init__(self, rank: int, vector: Tensor, widths: Sequence[int], compute: Compute) -> None:
+        super().__init__(rank, vector, compute)
+        self._parts, self._width = vector.split(list(widths)), widths[rank]
+        self._places = dict(enumerate(zip(accumulate(widths, initial=0), accumulate(widths), strict=False)))
+        self._done = 0  # chunks
+        self._arrived = dict.fromkeys(range(len(widths)), 0)  # chunks from each process
+        del self._arrived[rank]
+
+    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
+        self._shares, self._results = shares, results
+        whole, size = _bytes_of(self._vector), self._vector.element_size()
+        self._own = _bytes_of(self._parts[self._rank])
+        self._chunk = min(CHUNK, self._width)
+        self._rows = list(self._vector.new_empty(len(self._parts), self._chunk))  # this process's own is another one
+        for rank, end in self._shares.items():
+            start, stop = (size * place for place in self._places[rank])
+            self._greet(end, number, stop - start)
+            end.send(whole[start:stop], self)
+        for rank, end in self._results.items():
+            start, stop = (size * place for place in self._places[rank])
+            end.expect(iter([whole[start:stop]] if stop > start else []), self)
+        for end in self._shares.values():
+            end.expect(self._share_of(end, number), self)
+
+    def _share_of(self, end: End, number: int) -> Target:
+        size = self._vector.element_size()
+        yield from self._greeted(end, number, self._width * size)
+        room = _bytes_of(self._rows[end.rank])
+        for start in range(0, self._width, CHUNK):
+            while self._arrived[end.rank] > self._done:
+                yield None
+            yield room if start + self._chunk <= self._width else room[: (self._width - start) * size]
+            self._arrived[end.rank] += 1
+            if min(self._arrived.values()) > self._done:
+                self._average(start, last=end)
+
+    def _average(self, start: int, last: End) -> None:
+        """A chunk has come from everybody, and from one of them just now: that one goes on by itself."""
+        stop, size = min(start + self._chunk, self._width), self._vector.element_size()
+        if stop - start < self._chunk:
+            self._rows = [row[: stop - start] for row in self._rows]
+        self._rows[self._rank] = self._parts[self._rank][start:stop]
+        self._compute(self._rows, start)
+        for end in self._results.values():
+            end.send(self._own[start * size : stop * size], self)
+        self._done += 1
+        for end in self._shares.values():
+            if end is not last:
+                end.look_for_room()
+
+
+class Whole(Flow):
+    """Everybody gets all of everybody's vector, and averages it."""
+
+    def __init__(self, rank: int, vector: Tensor, processes: int, compute: Compute) -> None:
+        super().__init__(rank, vector, compute)
+        self._rows, self._missing = vector.new_empty(processes, len(vector)), processes - 1
+
+    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
+        self._rows[self._rank] = self._vector
+        mine = _bytes_of(self._rows[self._rank])
+        for end in shares.values():
+            self._greet(end, number, len(mine))
+            end.send(mine, self)
+        for end in shares.values():
+            end.expect(self._copy_of(end, number, len(mine)), self)
+
+    def _copy_of(self, end: End, number: int, size: int) -> Target:
+        yield from self._greeted(end, number, size)
+        yield _bytes_of(self._rows[end.rank])
+        self._missing -= 1
+        if not self._missing:
+            rows = list(self._rows)
+            rows[self._rank] = self._vector  # its copy may not be sent yet
+            self._compute(rows, 0)
+
+
+def _bytes_of(vector: Tensor) -> memoryview:
+    return memoryview(vector.view(torch.uint8).numpy())

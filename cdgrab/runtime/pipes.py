@@ -1,0 +1,173 @@
+"""Connections between all processes, on whatever hosts, through which gradients on CPUs flow while they are averaged.
+
+To each other process there are two. Through one each gets its coordinates of the other's vector, its shares; through
+the other one the results, which their owners have computed. A share is averaged chunk by chunk, as soon as a chunk has
+come from everybody, and the result of a chunk is sent on at once: links are never idle, and hardly any memory is needed
+for what is received. Nothing here blocks but `turn`, and that ends when a thread calls `wake`.
+
+Gloo would do the same with a message for every piece, each of which takes the time of two threads, and memory for a
+whole piece.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdgrab.runtime import sockets
+from cdgrab.runtime.flows import Compute, Divided, End, Flow, Whole
+from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.links import agreed
+from cdgrab.runtime.sockets import address_of
+
+SWITCH = "CDGRAB_PIPES"  # 0: gloo exchanges gradients
+LONGEST = 10**6  # seconds that the system can be asked to wait
+
+
+class Pipes:
+    """connections: two to each other process, by rank. Errors are RuntimeErrors, like those of torch's own exchanges.
+    All processes begin the same flows in the same order, each in a single thread. Forks of this process have no part in
+    it."""
+
+    def __init__(self, rank: int, connections: dict[int, Sequence[socket.socket]], patience: float) -> None:
+        self._rank, self._patience, self._begun = rank, patience, 0
+        self._poll = select.poll()
+        self._woken, self._waker = socket.socketpair()
+        every = [self._woken, self._waker]
+        self._ends: dict[int, End] = {}  # by file number
+        self.shares: dict[int, End] = {}
+        self.results: dict[int, End] = {}
+        size = len(connections) + 1
+        for other in ((rank + i) % size for i in range(1, size)):  # so that not all write to the same one first
+            for ends, one in zip((self.shares, self.results), connections[other], strict=True):
+                ends[other] = self._ends[one.fileno()] = End(other, one, self._poll)
+                every.append(one)
+        for one in every:
+            one.setblocking(False)
+        self._poll.register(self._woken, select.POLLIN)
+        self.close = weakref.finalize(self, sockets.close, every)
+        sockets.leave_to_parent(self, every)
+
+    def begin(self, vector: Tensor, widths: Sequence[int], compute: Compute) -> Flow:
+        """vector [dim] is overwritten with the result: `widths` tells how many of its coordinates belong to each
+        process, one behind the other. compute(rows, start): called for chunks of this process's share, with those of
+        all processes, by rank; start: where the chunk begins in the share. It writes the result where this process's
+        row is. Call `turn` until `left` of what is returned is 0."""
+        return self._started(Divided(self._rank, vector, widths, compute))
+
+    def begin_whole(self, vector: Tensor, compute: Compute) -> Flow:
+        """The same for a short vector: everybody gets all of it, and computes the result."""
+        return self._started(Whole(self._rank, vector, len(self.shares) + 1, compute))
+
+    def _started(self, flow: Flow) -> Flow:
+        self._begun += 1
+        try:
+            flow.start(self.shares, self.results, self._begun)
+        except OSError as error:
+            raise RuntimeError("a connection to another process is closed") from error
+        return flow
+
+    def turn(self) -> None:
+        """Wait until something can go on, or somebody calls `wake`, and let it go on."""
+        if not self.close.alive:
+            raise RuntimeError("closed before")
+        ready = self._poll.poll(min(self._patience, LONGEST) * 1000)
+        if not ready and self._patience <= LONGEST:
+            missing = sorted({end.rank for end in self._ends.values() if end.waits})
+            raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, missing))}")
+        for number, _ in ready:
+            if number == self._woken.fileno():
+                self._woken.recv(2**10)
+                continue
+            end = self._ends[number]
+            try:
+                end.go_on()
+            except OSError as error:
+                raise RuntimeError(f"the connection to rank {end.rank} is closed") from error
+
+    def wake(self) -> None:
+        """From another thread: whoever waits in `turn` has something else to do."""
+        with suppress(OSError):  # so many calls already that there is no room for another, or closed
+            self._waker.send(b".")
+
+
+# -- how they are made -------------------------------------------------------------------------------------------------
+
+
+class Address(NamedTuple):
+    """As numbers that can be gathered. token: 0 if there is none."""
+
+    token: int = 0
+    version: int = 0
+    port: int = 0
+    high: int = 0
+    low: int = 0
+
+    def host(self) -> str:
+        return str(ipaddress.ip_address(struct.pack("<qq", self.high, self.low)[: 4 if self.version == 4 else 16]))
+
+
+def connect(group: WorkerGroup) -> Pipes | None:
+    """All processes call this together, and get pipes if all of them can be reached; otherwise all get None."""
+    listening = None
+    with suppress(OSError):
+        if os.environ.get(SWITCH, "1") != "0" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":
+            listening = _listen(2 * group.world_size)
+    mine = _address_of(listening) if listening else Address()
+    every = [Address(*one) for one in group.gather(torch.tensor([mine])).tolist()]
+    pipes = None
+    if listening:
+        with listening, suppress(OSError):
+            if all(address.token for address in every):
+                pipes = _joined(group, listening, every)
+    if agreed(group, pipes is not None):
+        return pipes
+    if pipes:
+        pipes.close()
+    return None
+
+
+def _joined(group: WorkerGroup, listening: socket.socket, every: list[Address]) -> Pipes:
+    def call(rank: int, seconds: float) -> socket.socket:
+        return socket.create_connection((every[rank].host(), every[rank].port), seconds)
+
+    tokens = tuple(address.token for address in every)
+    found = sockets.meet(group, listening, tokens, call, lines=2)
+    for one in (one for both in found.values() for one in both):
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Pipes(group.rank, found, sockets.limit_of(group))
+
+
+def _listen(backlog: int) -> socket.socket:
+    """Where gloo does, too: at the address of the network card that is named, else of the host's name, else of this
+    host alone."""
+    card = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    try:
+        wanted = address_of(card) if card else socket.gethostname()
+        found = socket.getaddrinfo(wanted, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, where in (*found, (socket.AF_INET, 0, 0, "", ("127.0.0.1", 0))):
+        with suppress(OSError):
+            return socket.create_server(where, family=family, backlog=backlog)
+    raise OSError("nowhere to listen")
+
+
+def _address_of(listening: socket.socket) -> Address:
+    where, port, *_ = listening.getsockname()
+    address = ipaddress.ip_address(where.split("%")[0])
+    return Address(
+        1 + secrets.randbits(61), address.version, port, *struct.unpack("<qq", address.packed.ljust(16, b"\0"))
+    )

@@ -1,0 +1,233 @@
+"""Gradients that flow between processes, which are threads here, each with its own ends of all connections."""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from functools import partial
+from itertools import combinations
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cdgrab.runtime import flows, pipes, sockets
+from cdgrab.runtime.mean import mean_of_rows
+
+SECONDS = 30.0
+
+
+def connected(count, patience=SECONDS):
+    ends = [{rank: [] for rank in range(count) if rank != mine} for mine in range(count)]
+    for one, other in combinations(range(count), 2):
+        for _ in range(2):
+            here, there = socket.socketpair()
+            ends[one][other].append(here)
+            ends[other][one].append(there)
+    return [pipes.Pipes(rank, its, patience) for rank, its in enumerate(ends)]
+
+
+def in_threads(work, count):
+    """What work(rank) returns for each, or the error that it raises."""
+    found = [None] * count
+
+    def noted(rank):
+        try:
+            found[rank] = work(rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=noted, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+        assert not thread.is_alive()
+    return found
+
+
+def averaged(one, vectors, widths, late):
+    """This process's part in averaging all vectors, two at once at most; returns what it was shown of everybody's."""
+    rank, shown, running = one._rank, [[] for _ in vectors], []
+    for number, (vector, its) in enumerate(zip(vectors, widths, strict=True)):
+
+        def compute(rows, start, number=number):
+            shown[number].append((start, torch.stack([row.clone() for row in rows])))
+            rows[rank].copy_(mean_of_rows(torch.stack(rows), torch.empty_like(rows[rank])))
+
+        time.sleep(late)
+        begin = one.begin_whole if its is None else lambda vector, call, its=its: one.begin(vector, its, call)
+        running.append(begin(vector, compute))
+        while len([flow for flow in running if flow.left]) > 1:
+            one.turn()
+    while any(flow.left for flow in running):
+        one.turn()
+    return shown
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_everybody_gets_the_mean_and_its_share_of_everything(data):
+    count = data.draw(st.integers(2, 4))
+    shapes = data.draw(
+        st.lists(st.none() | st.lists(st.integers(0, 9), min_size=count, max_size=count), min_size=1, max_size=4)
+    )
+    lengths = [7 if widths is None else sum(widths) for widths in shapes]
+    dtype, late = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])), data.draw(st.booleans())
+    chunk = data.draw(st.integers(1, 5))
+    every = [[torch.randn(length).to(dtype) for length in lengths] for _ in range(count)]
+    sent = [torch.stack([vectors[i] for vectors in every]) for i in range(len(lengths))]
+    joined = connected(count)
+    with mock.patch.object(flows, "CHUNK", chunk):
+        shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank), count)
+    for rank, its in enumerate(shown):
+        for vector, rows, widths, chunks in zip(every[rank], sent, shapes, its, strict=True):
+            assert torch.equal(vector, mean_of_rows(rows, torch.empty_like(vector)))
+            first = 0 if widths is None else sum(widths[:rank])
+            width = len(vector) if widths is None else widths[rank]
+            assert [start for start, _ in chunks] == [0] * (widths is None) or list(range(0, width, chunk))
+            seen = torch.cat([rows[:, :0], *(chunk for _, chunk in chunks)], 1)
+            assert torch.equal(seen, rows[:, first : first + width])
+    for one in joined:
+        one.close()
+
+
+def test_more_than_the_connections_hold():
+    """Nobody reads before it has sent all of it: the connections are full."""
+    joined, length = connected(2), 2**21
+    every = [torch.randn(length) for _ in range(2)]
+    wanted = mean_of_rows(torch.stack(every), torch.empty(length))
+    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[length // 2] * 2], 0.0), 2)
+    assert all(torch.equal(vector, wanted) for vector in every)
+
+
+def nothing(rows, start):
+    """What `begin` is to call."""
+
+
+def test_whoever_is_gone_is_named():
+    one, other = connected(2)
+    flow = one.begin(torch.ones(8), [4, 4], nothing)
+    other.close()
+    with pytest.raises(RuntimeError, match="the connection to rank 1 is closed"):
+        while flow.left:
+            one.turn()
+    one.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        one.turn()
+
+
+def test_whoever_is_silent_is_named():
+    one, *_ = connected(3, patience=0.1)
+    one.begin(torch.ones(9), [3, 3, 3], nothing)
+    with pytest.raises(RuntimeError, match=r"waited 0\.1 seconds for rank 1, 2"):
+        one.turn()
+
+
+def test_other_gradients_are_refused():
+    one, other = connected(2)
+    other.begin(torch.ones(10), [5, 5], nothing)
+    one.begin(torch.ones(8), [4, 4], nothing)
+    with pytest.raises(RuntimeError, match="rank 1 exchanges other gradients than rank 0"):
+        one.turn()
+
+
+def test_who_waits_can_be_woken():
+    one, _ = connected(2)
+    one.begin(torch.ones(8), [4, 4], nothing)
+    threading.Timer(0.2, one.wake).start()
+    start = time.monotonic()
+    one.turn()
+    assert 0.1 < time.monotonic() - start < SECONDS / 2
+    for _ in range(10**5):  # more than the system keeps
+        one.wake()
+
+
+class Processes:
+    """Groups that gather, one for each thread."""
+
+    def __init__(self, count):
+        self._told, self._barrier = [None] * count, threading.Barrier(count)
+        self.groups = [self._group(rank) for rank in range(count)]
+
+    def _group(self, rank):
+        size = len(self._told)
+        return SimpleNamespace(rank=rank, world_size=size, timeout=SECONDS, gather=partial(self.gather, rank))
+
+    def gather(self, rank, row):
+        self._told[rank] = row
+        self._barrier.wait(SECONDS)
+        found = torch.cat(self._told)
+        self._barrier.wait(SECONDS)
+        return found
+
+
+def test_processes_connect_though_strangers_knock(monkeypatch):
+    """And what these say is not heard."""
+    listen = pipes._listen
+
+    def with_strangers(backlog):
+        found = listen(backlog)
+        for said in (b"?", sockets.HELLO.pack(1, 2, 0), sockets.HELLO.pack(99, 0, 5)):
+            stranger = socket.create_connection(found.getsockname())
+            stranger.send(said)
+            strangers.append(stranger)
+        return found
+
+    strangers = []
+    monkeypatch.setattr(pipes, "_listen", with_strangers)
+    monkeypatch.setattr(sockets, "GREETING", 0.1)
+    groups = Processes(3).groups
+    joined = in_threads(lambda rank: pipes.connect(groups[rank]), 3)
+    every = [torch.full((9,), float(rank)) for rank in range(3)]
+    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[2, 3, 4]], 0.0), 3)
+    assert len(strangers) == 9 and torch.equal(torch.stack(every), torch.ones(3, 9))
+    for one in (*joined, *strangers):
+        one.close()
+
+
+@pytest.mark.parametrize("where", ["listen", "connect", "transport", "switch"])
+def test_what_one_process_cannot_do_none_does(where, monkeypatch):
+    def refuse(*arguments, **more):
+        if threading.current_thread().name == "last" or where != "connect":
+            raise OSError("no")
+        return call(*arguments, **more)
+
+    call = socket.create_connection
+    monkeypatch.setattr(sockets, "PATIENCE", 0.5)
+    if where == "transport":
+        monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    elif where == "switch":
+        monkeypatch.setenv(pipes.SWITCH, "0")
+    else:
+        monkeypatch.setattr(
+            *{"listen": (pipes, "_listen"), "connect": (pipes.socket, "create_connection")}[where], refuse
+        )
+    groups = Processes(3).groups
+
+    def work(rank):
+        threading.current_thread().name = "last" if rank == 2 else "other"
+        return pipes.connect(groups[rank])
+
+    assert in_threads(work, 3) == [None] * 3
+
+
+@pytest.mark.parametrize(("card", "host"), [("lo", "127.0.0.1"), ("lo,eth9", "127.0.0.1"), ("", None)])
+def test_where_gloo_listens_pipes_do(card, host, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", card)
+    with pipes._listen(1) as listening:
+        address = pipes._address_of(listening)
+        assert address.host() == listening.getsockname()[0] and host in (None, address.host())
+        with contextlib.closing(socket.create_connection((address.host(), address.port), 5)):
+            assert listening.accept()
+
+
+def test_addresses_of_both_kinds_can_be_gathered():
+    for host, version in (("127.0.0.1", 4), ("192.0.2.255", 4), ("2001:db8::ff00:42:8329", 6), ("ffff::", 6)):
+        listening = SimpleNamespace(getsockname=lambda host=host: (host, random.randrange(2**16), 0, 0))
+        address = pipes.Address(*torch.tensor([pipes._address_of(listening)])[0].tolist())
+        assert (address.host(), address.version) == (host, version) and address.token > 0
