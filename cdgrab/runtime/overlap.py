@@ -37,9 +37,8 @@ from cdgrab.runtime.pieces import Piece, deal
 from cdgrab.runtime.shared import SharedBucket, Sharing
 
 # Coordinates at a time, or a part of all parameters if that is more. Each piece takes time to begin:
-PIECE, OF_ALL = 2**16, 64  # what is copied on a CPU before buckets have settled,
-COMPRESSED = 2**20  # what is copied there because numbers are sent in another type,
-BY_COLLECTIVES, OF_THESE = 2**18, 16  # what is exchanged by collectives
+PIECE, OF_ALL = 2**16, 64  # what is copied before buckets have settled, on a CPU,
+LONG_PIECE, OF_THESE = 2**20, 16  # what is copied there since numbers are sent in another type; what collectives exchange
 
 
 class OverlappingHook:
@@ -78,10 +77,10 @@ class OverlappingHook:
         if not on_gpu and group.world_size > 1:
             self._pipes = self._averages.pipes = pipes.connect(group)
         if not self._pipes:
-            self._piece = max(BY_COLLECTIVES, -(-self._dim // OF_THESE))
+            self._piece = max(LONG_PIECE, -(-self._dim // OF_THESE))
             return
         self._beside.flows(self._pipes.wake)
-        self._piece = max(PIECE, -(-self._dim // OF_ALL)) if self._observer else COMPRESSED
+        self._piece = max(PIECE, -(-self._dim // OF_ALL)) if self._observer else LONG_PIECE
         if self._observer:
             self._observer.decide_late(group)
         # memory moves only if nobody but DDP knows where it is
@@ -215,7 +214,7 @@ class OverlappingHook:
     def _divide(self) -> None:
         """As the pieces want it, one behind the other."""
         if self._pipes and not self._sharing:
-            self._piece = COMPRESSED if self._wire else self._dim  # nothing else is copied from now on
+            self._piece = LONG_PIECE if self._wire else self._dim  # nothing else is copied from now on
             sizes = [sum(self._places[name][0].numel() for name in names) for names, _ in self._buckets]
             every = enumerate(zip(self._buckets, sizes, strict=True))
             self._buckets = [(names, self._cut(names, size, i)) for i, ((names, _), size) in every]
