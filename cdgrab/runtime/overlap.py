@@ -38,7 +38,7 @@ from cdgrab.runtime.shared import SharedBucket, Sharing
 
 # Coordinates at a time, or a part of all parameters if that is more. Each piece takes time to begin:
 PIECE, OF_ALL = 2**16, 64  # what is copied before buckets have settled, on a CPU,
-LONG_PIECE, OF_THESE = 2**20, 16  # what is copied there since numbers are sent in another type; what collectives exchange
+LONG_PIECE, OF_THESE = 2**20, 16  # what is copied there to be sent in another type, or exchanged by collectives
 
 
 class OverlappingHook:
