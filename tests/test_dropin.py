@@ -254,9 +254,10 @@ def test_autograd_copies_no_gradient_not_even_in_the_first_pass():
     assert len(moved) == len(sampler) and all(map(all, moved))
 
 
-def test_steps_amid_a_backward_pass_may_overwrite_gradients():
-    """The sampler has them as they were."""
-    model, expected = network(), []
+@pytest.mark.parametrize("at_node", [False, True])
+def test_steps_amid_a_backward_pass_may_overwrite_gradients(at_node):
+    """The sampler has them as they were. At autograd's own nodes nobody sees such steps before the first one."""
+    model, expected, nodes = network(), [], []
     sampler = attached(model)
     seen = seen_by(sampler.ledger)
 
@@ -266,9 +267,15 @@ def test_steps_amid_a_backward_pass_may_overwrite_gradients():
         parameter.grad = None
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+        if at_node:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(lambda *_, parameter=parameter: step(parameter))
+        else:
+            parameter.register_post_accumulate_grad_hook(step)
     train(model, sampler, epochs=1)
-    assert sorted(torch.cat(seen).flatten().tolist()) == sorted(torch.cat(expected).tolist())
+    seen, expected = torch.cat(seen).flatten(), torch.cat(expected)
+    first = len(seen) // len(sampler) if at_node else 0
+    assert sorted(seen[first:].tolist()) == sorted(expected[first:].tolist())
 
 
 def test_clipping_comes_after_the_sampler_has_looked():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sorter_cases import nearly_tied, normal, uniform
+from torch.overrides import TorchFunctionMode
 
 from cdgrab.balance import kernels
 from cdgrab.balance import rules as balance
@@ -73,12 +74,35 @@ def test_blocks_of_rows_are_decided_in_parts_as_whole(dtype, copied, most, sums)
         assert_same_by_both((kernels.gram, "cpu"), "balance", rows, normal(sums, 19, seed=1), limits)
 
 
-def test_copies_of_rows_stay_small():
+def test_copies_of_rows_stay_small(monkeypatch):
+    monkeypatch.setattr(kernels.gram, "COPIED", 500)
+    sizes = []
+
+    class Copies(TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            found = function(*arguments, **options or {})
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+                sizes.append(found.numel())
+            return found
+
+    rows, running = normal(6, 2, 1000).float(), torch.zeros(1, 1000, dtype=torch.float64)
+    with Copies():
+        kernels.gram.balance(rows, running, torch.zeros(6, 2, dtype=torch.float64))
+    assert max(sizes) <= 1000 and running.any()  # the 12 rows together have 12,000
     for sums, count, dim in [(1, 8, 0), (1, 1, 2**22), (1, 4, 2**25), (3, 256, 70_000), (2, 64, 19)]:
         parts = kernels.gram._parts(torch.empty(sums, count, dim, device="meta"))
         width = max(len(range(dim)[part]) for part in parts)
         assert sum(len(range(dim)[part]) for part in parts) == dim and len(parts) <= kernels.gram.MOST_PARTS
         assert sums * count * width <= max(kernels.gram.COPIED, sums * count * -(-dim // kernels.gram.MOST_PARTS))
+
+
+def test_rows_may_have_more_than_2_31_coordinates(on_gpu):
+    """Of which the first are looked at here."""
+    gpu, device = on_gpu
+    ones, products = torch.ones(16, device=device), torch.zeros(1, 2, dtype=torch.float64, device=device)
+    running, sizes = torch.ones(16, dtype=torch.float64, device=device), {"COLUMNS": 16, "VECTOR": 4}
+    gpu.single._multiply_row_kernel[(1, 1, 1)](ones, running, products, 2**29, 1, **sizes)
+    assert products.tolist() == [[16.0, 16.0]]
 
 
 @pytest.mark.parametrize(("dim", "dtype", "width"), [(5, torch.float64, 6.0), (37, torch.float32, 0.0)])

@@ -68,7 +68,7 @@ class BackwardPasses:
         self._is_active = is_active
         self._parameters = list(parameters)
         self._now = _Pass(-1)
-        self._stays = False  # gradients of the last pass were in .grad at its end
+        self._stays: bool | None = None  # whether the last pass left its gradients in .grad
         self._left: list | None = None  # `_states` of all .grad after the last pass, if all was well
         self._shown = 0  # units in a row that did without hooks on all parameters
         self._hooks: dict[int, RemovableHandle] = {}
@@ -150,7 +150,8 @@ class BackwardPasses:
         if now.wanted and self._complete:
             parameter = self._parameters[index]
             moved = not self._all or (self._stays and parameter.grad is None)
-            now.found[index] = None if moved else _held(gradient, parameter)
+            unknown = self._stays is None  # if they do not stay, something may overwrite them
+            now.found[index] = None if moved else _held(gradient, parameter) if unknown else gradient
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -189,8 +190,7 @@ class BackwardPasses:
 def _held(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     """What holds on to a gradient. Another tensor with the same memory does not keep autograd from moving it to .grad;
     but a hook that finds it there may overwrite it."""
-    overwritten = parameter.grad is not None or parameter._post_accumulate_grad_hooks
-    return gradient if overwritten else gradient.detach()
+    return gradient if parameter._post_accumulate_grad_hooks else gradient.detach()
 
 
 def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:

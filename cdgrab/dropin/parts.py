@@ -20,16 +20,20 @@ class Layout:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         *self.starts, self.dim = accumulate((parameter.numel() for parameter in parameters), initial=0)
-        self._key: tuple | None = None  # of the memory that was asked for last: in every step it is the same
+        self._key: tuple | None = None  # of the memory that was asked for last
         self._views: list[Tensor] = []
-        self._like: Tensor | None = None  # the same of `like`
+        self._like: Tensor | None = None  # what `like` returned last
 
     def views(self, row: Tensor) -> list[Tensor]:
         """The places in a row of dim numbers, each in the shape of its parameter."""
+        every, row = zip(self.parameters, self.starts, strict=True), row.view(-1)
+        return [_place(row, parameter, start) for parameter, start in every]
+
+    def kept_views(self, row: Tensor) -> list[Tensor]:
+        """The same for memory that is used in every step: they hold on to it."""
         key = (row.data_ptr(), row.dtype, row.device)
         if key != self._key:
-            every, row = zip(self.parameters, self.starts, strict=True), row.view(-1)
-            self._key, self._views = key, [_place(row, parameter, start) for parameter, start in every]
+            self._key, self._views = key, self.views(row)
         return self._views
 
     def like(self, there: Sequence[Tensor]) -> Tensor:
@@ -74,7 +78,7 @@ class Parts:
         memory."""
         if subtract and self._scaled:
             row *= self.scale
-        self._write(row, subtract)
+        self._write(self._layout.kept_views(row), subtract)
         if self._scaled:
             row /= self.scale
 
@@ -91,11 +95,11 @@ class Parts:
     def vector(self) -> Tensor:
         """A copy, [dim], factor included."""
         row = self.like.new_empty(self._layout.dim)
-        self._write(row, False)
+        self._write(self._layout.views(row), False)
         return row
 
-    def _write(self, row: Tensor, subtract: bool) -> None:
-        places, there = self._layout.views(row), self._there
+    def _write(self, places: list[Tensor], subtract: bool) -> None:
+        there = self._there
         if len(there) < len(places):
             missing = [place for place, part in zip(places, self._parts, strict=True) if part is None]
             places = [place for place, part in zip(places, self._parts, strict=True) if part is not None]

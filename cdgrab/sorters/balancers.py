@@ -134,7 +134,7 @@ class Balancer:
     def load(self, values: dict[str, Tensor], epoch: int) -> None:
         for name, value in values.items():
             setattr(self, name, value)
-        self._kernels = None
+        self._kernels = self._row_by_row = None
         self.draw(epoch)
 
 

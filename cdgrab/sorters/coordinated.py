@@ -146,7 +146,7 @@ class CoordinatedPairBalance(BalancingSorter):
             return super().begin_shares(like)
         if self._unpaired.shape[1]:  # whole gradients were observed, or loaded, before
             self._shares = self.division.shard(self._unpaired[:, 0]).flatten(0, 1).to(like)
-            self._unpaired = self._unpaired[:, :0]
+            self._unpaired = self._none
         self._like, self._second, self._open = like[:0], self._shares is not None, True
         if not self._late:
             self.make_room()

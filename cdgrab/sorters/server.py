@@ -45,7 +45,7 @@ class OrderServer:
         self._pool: ThreadPoolExecutor | None = None
         self._side: torch.cuda.Stream | None = None  # one beside the training's
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
-        # memory of rows that were decided, each with the stream in which, if that may not be done yet
+        # memory of rows, each with the stream in which they are decided, if that may not be done yet
         self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
         self.forget()
 
@@ -192,7 +192,7 @@ class OrderServer:
         self._running.append(_Block(found, rows, rows.nbytes, done.synchronize, hand_over, done.query))
 
     def _follow_last(self, stream: torch.cuda.Stream) -> bool:
-        """Whatever was decided in another stream comes first. Returns whether that is possible."""
+        """What was decided in another stream comes first. Returns whether there may be any such rows."""
         last, self._last = self._last, stream
         if last == stream:
             return False

@@ -25,8 +25,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Return every large block to the system as soon as it is freed, so that a measured peak was really needed.
 
-    glibc begins with these thresholds, but raises them while a program runs. Larger blocks than that, of which some are
-    kept, would leave holes that come and go by chance.
+    glibc begins with these thresholds, but raises them while a program runs. With higher ones some freed blocks
+    would be kept, and leave holes that come and go by chance.
     """
     _set_thresholds(2**17, 2**17)
 

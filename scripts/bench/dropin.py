@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cdgrab import CdgrabError, OrderedBatchSampler
+from cdgrab.runtime.connection import launched_rank
 from experiments.report.statistics import paired_p
 from experiments.studies.timing import finish_on, under_torchrun
 from experiments.training.memory import return_freed_memory
@@ -116,7 +117,7 @@ def _steps(case: Case, device: str, size: str) -> dict:
                 raise
             return row | {"skipped": str(error)}  # not every backend exchanges what is on a GPU
     found = every[0]
-    peaks = {script: statistics.mean(one["peaks"][script] for one in every) for script in SCRIPTS}
+    peaks = {script: statistics.mean(one["peaks"][script] for one in every if one["peaks"]) for script in SCRIPTS}
     ratios = [ours / plain for plain, ours in zip(found["plain"], found["ours"], strict=True)]
     row |= {"dim": found["dim"]} | summary("plain_us", found["plain"]) | summary("ours_us", found["ours"])
     extra = round((peaks["ours"] - peaks["plain"]) / 4 / found["dim"], 2)
@@ -136,21 +137,8 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
         # where torch has this allocator: as `return_freed_memory`, and pages of 4 KB instead of 2 MB
         os.environ.update(MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0")
         for script in SCRIPTS if device == "cpu" else ():
-            peak = _peak([one["peaks"][script] for one in run((script,), limits[0], 1, 1, 0)])
-            for one in every:
-                one["peaks"][script] = peak
+            every[0]["peaks"] |= run((script,), limits[0], 1, 1, 0)[0]["peaks"]
         return every
-
-
-def _peak(looks: list[list[tuple[float, int]]]) -> float:
-    """Bytes that each process has, on average, when all together have most: what they share counts for one more than
-    for another, now and then. looks: of each process, see `Memory`."""
-    there, most = [0] * len(looks), 0
-    every = ((moment, process, size) for process, some in enumerate(looks) for moment, size in some)
-    for _, process, size in sorted(every):
-        there[process] = size
-        most = max(most, sum(there))
-    return most / len(looks)
 
 
 def _trained(sorter: str, size: str, seed: int) -> float:
@@ -204,7 +192,7 @@ def _measured(
         return script(MODELS[name], device, steps, each == "ours", sketch)
 
     peaks = {each: _peak_alone(make, each) for each in scripts if device == "cuda"}
-    memory = Memory() if device == "cpu" and len(scripts) == 1 else None
+    memory = _memory() if device == "cpu" and len(scripts) == 1 else None
     made = {each: make(each) for each in scripts}
     times: dict[str, list[float]] = {each: [] for each in scripts}
     epochs = 2  # the first one warms up, the second one tells how many there will be
@@ -227,26 +215,39 @@ def _measured(
 
 
 class Memory(threading.Thread):
-    """Looks every millisecond how much memory this process has, apart from files. The largest resident set would count
-    pages of libraries, too, which come and go: sometimes more than there are gradients. What processes share counts
-    for each of them in part, and for all of them together once."""
+    """Looks again and again how much memory these processes have together, apart from files. Their largest resident
+    sets would count pages of libraries, too, which come and go: sometimes more than there are gradients; and what they
+    share as often as there are processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Sequence[int]) -> None:
         super().__init__(daemon=True)
-        self._before, self._looks = own_and_shared(), []
+        self._processes, self._most = processes, 0
+        self._before = self._there()
         self._stopped = threading.Event()
         self.start()
 
+    def _there(self) -> int:
+        return sum(map(own_and_shared, self._processes))
+
     def run(self) -> None:
         while not self._stopped.wait(1e-3):
-            there = own_and_shared() - self._before
-            self._looks.append((time.perf_counter(), there))  # by a clock that all processes have in common
+            self._most = max(self._most, self._there() - self._before)
 
-    def stop(self) -> list[tuple[float, int]]:
-        """The moment of each look, and bytes more than when this began."""
+    def stop(self) -> float:
+        """The most bytes per process, beyond those when this began."""
         self._stopped.set()
         self.join()
-        return self._looks
+        return self._most / len(self._processes)
+
+
+def _memory() -> Memory | None:
+    """The first process looks at all."""
+    every: list[int] = [os.getpid()] * _processes()
+    if dist.is_initialized():
+        dist.all_gather_object(every, os.getpid())
+    memory = Memory(every) if launched_rank() == 0 else None
+    _meet()
+    return memory
 
 
 def _peak_alone(make: Callable[[str], tuple[Callable[[], None], int]], each: str) -> int:

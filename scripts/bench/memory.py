@@ -112,15 +112,15 @@ def load_code(device: str) -> int:
     return resident("VmRSS") - before
 
 
-def resident(*entries: str, file: str = "status") -> int:
+def resident(*entries: str, file: str = "status", process: int | str = "self") -> int:
     """Bytes of all these together, at one moment."""
-    lines = Path("/proc/self", file).read_text().splitlines()
+    lines = Path("/proc", str(process), file).read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(entries))
 
 
-def own_and_shared() -> int:
+def own_and_shared(process: int) -> int:
     """Bytes without those of files; what several processes have in common is divided among them."""
-    return resident("Pss_Anon", "Pss_Shmem", file="smaps_rollup")
+    return resident("Pss_Anon", "Pss_Shmem", file="smaps_rollup", process=process)
 
 
 class GpuUses(Clock):

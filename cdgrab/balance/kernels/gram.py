@@ -63,6 +63,8 @@ def _signs(rows: Tensor, running: Tensor, limits: Tensor, total: Callable[[Tenso
     at_once = ROWS_AT_ONCE["cuda" if rows.is_cuda else "cpu"]
     for some, its_limits in zip(rows.split(at_once, 1), limits.split(at_once, 1), strict=True):
         parts = _parts(some)
+        if len(parts) == 1:
+            some = some.to(running.dtype)
         products = total(reduce(torch.add, (_products(some[:, :, part], running[:, part]) for part in parts)))
         gram, inner = products[:, :, :-1].contiguous(), products[:, :, -1].contiguous()
         numbers = (gram, inner, its_limits.contiguous())

@@ -29,7 +29,7 @@ class RowByRow:
         self._kinds: dict[tuple, tuple] = {}  # of rows: what launches the kernels for them
 
     def __call__(self, row: Tensor, index: int) -> None:
-        kind = (row.dtype, row.data_ptr() % 16)  # all that compiled kernels rely on
+        kind = (row.dtype, row.data_ptr() % 16)  # what compiled kernels rely on, and may differ between rows
         vectors, multiply, add = self._kinds.get(kind) or self._prepared(kind, row)
         where = (row, self.running, self._products, vectors, self._tiles)
         multiply(*where)
@@ -55,7 +55,7 @@ def _finite(row, column, dim):
 @triton.jit(do_not_specialize=COUNTS)
 def _multiply_row_kernel(row, running, products, vectors, tiles, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
     """Inner products of a row with the running sum and with itself, over some of the coordinates."""
-    program, dim = tl.program_id(0), vectors * VECTOR
+    program, dim = tl.program_id(0), vectors.to(tl.int64) * VECTOR
     with_sum, with_itself = tl.zeros((COLUMNS,), tl.float64), tl.zeros((COLUMNS,), tl.float64)
     for tile in range(tiles):
         column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -72,7 +72,7 @@ def _add_row_kernel(
     COLUMNS: tl.constexpr, VECTOR: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Every program sums the products of all, decides the sign for itself, and adds its part of the signed row."""
-    program, dim = tl.program_id(0), vectors * VECTOR
+    program, dim = tl.program_id(0), vectors.to(tl.int64) * VECTOR
     every = tl.arange(0, PROGRAMS)
     there = every < tl.num_programs(0)
     inner = tl.sum(tl.load(products + 2 * every, mask=there, other=0.0), axis=0)
