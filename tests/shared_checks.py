@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -35,6 +36,7 @@ CASES = {
     "half": ({}, {}, torch.bfloat16, 0, 300),
 }
 FEW = ("plain", "pieces", "short")
+COMPRESSED = {"attach": {"compress": "bf16"}, "whole": 800}
 
 
 class Uneven(nn.Module):
@@ -94,6 +96,10 @@ def check(path):
             "bf16": trained(attach={"compress": "bf16"}),
             "off": trained(switched_off),
             "collectives": trained(only_collectives),
+            "no pipes": trained(no_pipes),
+            "compressed": [trained(around, **COMPRESSED) for around in (ExitStack, only_collectives)],
+            "crosswise, collectives": crosswise(only_collectives, whole=2**20),
+            "one owner": trained(**one_owner()),
         }
     if dist.get_rank() == 0:
         torch.save(found, path)
@@ -109,7 +115,7 @@ def started(
     wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None, network=Uneven
 ):
     workers.WHOLE, overlap.PIECE, division.PART = whole, piece, 3
-    averages.CHUNK, flows.CHUNK = 7, 5
+    averages.CHUNK, flows.CHUNK = 7, 15
     model = parallel(network(dtype, late), **wrap or {})
     return model, sampler_of(**options or {}).attach(model, **attach or {})
 
@@ -168,9 +174,22 @@ def switched_off():
 
 
 @contextmanager
-def only_collectives():
+def no_pipes():
     with mock.patch.dict(os.environ, {pipes.SWITCH: "0"} if dist.get_rank() == 1 else {}):
         yield
+
+
+@contextmanager
+def only_collectives():
+    with no_pipes(), switched_off():
+        yield
+
+
+def one_owner():
+    """Short buckets, each of which one process keeps. Signs are decided in every pair, and processes are late."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    options = {"process_group": group, "diagnose": 1000, "buffer_mb": 1e-4}
+    return {"wrap": {"process_group": group}, "options": options, "whole": 800, "late": True}
 
 
 def without_numba():
@@ -247,11 +266,11 @@ def moved():
         yield
 
 
-def crosswise():
+def crosswise(around=ExitStack, **how):
     """In how many steps the first bucket of two models in one backward pass was shared, of which one process has the
     second first; and their weights."""
-    with counted() as steps:
-        (some, mine), (other, its) = (started() for _ in range(2))
+    with counted() as steps, around():
+        (some, mine), (other, its) = (started(**how) for _ in range(2))
         both = [*some.parameters(), *other.parameters()]
         optimiser, inputs = torch.optim.SGD(both, lr=0.1), torch.full((3, 6), float(dist.get_rank()))
         with mine.paused(), its.paused():

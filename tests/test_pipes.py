@@ -78,18 +78,18 @@ def test_everybody_gets_the_mean_and_its_share_of_everything(data):
     )
     lengths = [7 if widths is None else sum(widths) for widths in shapes]
     dtype, late = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])), data.draw(st.booleans())
-    chunk = data.draw(st.integers(1, 5))
+    chunk = data.draw(st.integers(1, 5))  # of each process
     every = [[torch.randn(length).to(dtype) for length in lengths] for _ in range(count)]
     sent = [torch.stack([vectors[i] for vectors in every]) for i in range(len(lengths))]
     joined = connected(count)
-    with mock.patch.object(flows, "CHUNK", chunk):
+    with mock.patch.object(flows, "CHUNK", chunk * count):
         shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank), count)
     for rank, its in enumerate(shown):
         for vector, rows, widths, chunks in zip(every[rank], sent, shapes, its, strict=True):
             assert torch.equal(vector, mean_of_rows(rows, torch.empty_like(vector)))
             first = 0 if widths is None else sum(widths[:rank])
             width = len(vector) if widths is None else widths[rank]
-            assert [start for start, _ in chunks] == [0] * (widths is None) or list(range(0, width, chunk))
+            assert [start for start, _ in chunks] == ([0] if widths is None else list(range(0, width, chunk)))
             seen = torch.cat([rows[:, :0], *(chunk for _, chunk in chunks)], 1)
             assert torch.equal(seen, rows[:, first : first + width])
     for one in joined:
@@ -109,11 +109,16 @@ def nothing(rows, start):
     """What `begin` is to call."""
 
 
-def test_whoever_is_gone_is_named():
-    one, other = connected(2)
-    flow = one.begin(torch.ones(8), [4, 4], nothing)
-    other.close()
-    with pytest.raises(RuntimeError, match="the connection to rank 1 is closed"):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_whoever_is_gone_is_named(when):
+    """Who is there, and is read first, is not."""
+    one, other, gone = connected(3)
+    with pytest.raises(RuntimeError, match="the connection to rank 2 is closed"):
+        if when == "before":
+            gone.close()
+        flow = one.begin(torch.ones(9), [3, 3, 3], nothing)
+        other.begin(torch.ones(9), [3, 3, 3], nothing)
+        gone.close()
         while flow.left:
             one.turn()
     one.close()
@@ -190,30 +195,50 @@ def test_processes_connect_though_strangers_knock(monkeypatch):
         one.close()
 
 
-@pytest.mark.parametrize("where", ["listen", "connect", "transport", "switch"])
-def test_what_one_process_cannot_do_none_does(where, monkeypatch):
-    def refuse(*arguments, **more):
-        if threading.current_thread().name == "last" or where != "connect":
-            raise OSError("no")
-        return call(*arguments, **more)
+REFUSING = {
+    "listen": (pipes, "_listen", OSError("no")),
+    "name": (socket, "gethostname", "a" * 64),
+    "connect": (socket, "create_connection", OSError("no")),
+    "wanted": (pipes, "_wanted", False),
+}
 
-    call = socket.create_connection
+
+@pytest.mark.parametrize("what", REFUSING)
+def test_what_one_process_cannot_do_none_does(what, monkeypatch):
+    where, name, refusal = REFUSING[what]
+    call = getattr(where, name)
+
+    def refuse(*arguments, **more):
+        if threading.current_thread().name != "last":
+            return call(*arguments, **more)
+        if isinstance(refusal, Exception):
+            raise refusal
+        return refusal
+
     monkeypatch.setattr(sockets, "PATIENCE", 0.5)
-    if where == "transport":
-        monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
-    elif where == "switch":
-        monkeypatch.setenv(pipes.SWITCH, "0")
-    else:
-        monkeypatch.setattr(
-            *{"listen": (pipes, "_listen"), "connect": (pipes.socket, "create_connection")}[where], refuse
-        )
+    monkeypatch.setattr(where, name, refuse)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     groups = Processes(3).groups
 
     def work(rank):
         threading.current_thread().name = "last" if rank == 2 else "other"
         return pipes.connect(groups[rank])
 
-    assert in_threads(work, 3) == [None] * 3
+    found = in_threads(work, 3)
+    if what == "name":  # others call it at this host alone
+        assert all(isinstance(one, pipes.Pipes) for one in found)
+    else:
+        assert found == [None] * 3
+
+
+@pytest.mark.parametrize("name", [pipes.SWITCH, "GLOO_DEVICE_TRANSPORT", "poll"])
+def test_where_pipes_are_not_wanted(name, monkeypatch):
+    assert pipes._wanted()
+    if name == "poll":
+        monkeypatch.delattr(pipes.select, "poll")
+    else:
+        monkeypatch.setenv(name, "0" if name == pipes.SWITCH else "TCP_TLS")
+    assert not pipes._wanted()
 
 
 @pytest.mark.parametrize(("card", "host"), [("lo", "127.0.0.1"), ("lo,eth9", "127.0.0.1"), ("", None)])

@@ -96,10 +96,11 @@ def test_half_of_the_files_stay_free(monkeypatch):
     assert shared._may_open(10) and not shared._may_open(11)
 
 
-def test_models_whose_order_differs_between_processes_are_shared_both(found):
+@pytest.mark.parametrize("how", ["crosswise", "crosswise, collectives"])
+def test_models_whose_order_differs_between_processes_wait_for_nobody(found, how):
     """Two in one backward pass."""
-    (steps, weights), *others = found[3]["crosswise"]
-    assert 4 <= steps < 12
+    (steps, weights), *others = found[3][how]
+    assert 4 <= steps < 12 if how == "crosswise" else not steps
     for its_steps, its_weights in others:
         assert its_steps == steps and all(map(torch.equal, weights, its_weights))
 
@@ -112,6 +113,17 @@ def test_compressed_gradients_are_sent(found):
 
 def test_collectives_give_the_same_where_nothing_can_be_connected(found):
     assert same(found[3]["collectives"], found[3]["off"]) and shared_steps(found[3]["collectives"])[0] == {0}
+    sent, collected = found[3]["compressed"]
+    assert same(sent, collected) and not same(sent, found[3]["bf16"])
+
+
+def test_memory_is_shared_where_pipes_cannot_be_made(found):
+    assert same(found[3]["no pipes"], found[3]["off"]) and shared_steps(found[3]["no pipes"])[0] != {0}
+
+
+def test_signs_are_decided_by_all_where_one_process_keeps_a_bucket(found):
+    weights, visited, _, steps = found[3]["one owner"][0]
+    assert steps and all(map(torch.equal, weights, found[3]["one owner"][1][0])) and visited[0] != visited[-1]
 
 
 def test_a_sorter_that_fails_on_one_process_holds_up_nobody(found):

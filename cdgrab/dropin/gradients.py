@@ -9,9 +9,9 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
                           and what is on its way: of FSDP two modules; of DDP on a GPU two pieces of a 16th of all
-                          parameters or 4 MB; on a CPU some hundred kB, and in the first steps two pieces of up to a
-                          64th (see `runtime.flows`). Processes that share memory (`runtime.shared`) need nothing
-                          more after these
+                          parameters or 4 MB; on a CPU two chunks of 0.5 MB (see `runtime.flows`), and copies of two
+                          pieces: in the first steps of a 64th, with `compress=` always of up to 4 MB. Processes that
+                          share memory (`runtime.shared`) need nothing more after the first steps
 
 Where hooks on all parameters are needed (see `BackwardPasses`), gradients that they hold on to come on top: 1, and 1
 more if they are accumulated. In the first passes, too, but for gradients that autograd moves to an empty .grad: these

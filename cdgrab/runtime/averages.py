@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cdgrab.runtime.exchange import Exchange, Gathered, traffic_of
-from cdgrab.runtime.group import WorkerGroup
+from cdgrab.runtime.exchange import Exchange, gathered, traffic_of
+from cdgrab.runtime.group import WorkerGroup, named
 from cdgrab.runtime.observer import Observer
 from cdgrab.runtime.pieces import Part, Piece, by_owner, clipped, joined, put_back
 from cdgrab.runtime.pipes import Pipes
@@ -43,6 +43,7 @@ class Averages:
 
     def here(self, every: list[Tensor], pieces: list[Piece]) -> None:
         """In shared memory: this process's coordinates of these pieces of everybody's bucket."""
+        self._make_room()
         group, rank = self._group, self._group.rank
         if not self._compiled(every, [piece.own(rank) for piece in pieces]):
             for some, place in (part for piece in pieces for part in piece.chunks(rank, CHUNK)):
@@ -67,30 +68,35 @@ class Averages:
 
     def _through_pipes(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
-        if not group.divides(len(buffer)):
+        divides = group.divides(len(buffer))
+        if not divides:
             sent = buffer if self._wire is None else buffer.to(self._wire)
-            begin = partial(self.pipes.begin_whole, sent, partial(self._write, self._mine(piece, owned), buffer.dtype))
+            out = None if sent is buffer else buffer
+            write = partial(self._write, self._mine(piece, owned), buffer.dtype, out)
+            begin = partial(self.pipes.begin_whole, sent, write)
         else:
             whole, widths = (buffer, piece.widths) if owned is None else by_owner(buffer, owned)
             sent = whole if self._wire is None else whole.to(self._wire)
             mine = self._mine(piece, owned) if owned is None else joined(owned[group.rank])
-            begin = partial(self.pipes.begin, sent, widths, partial(self._write, mine, buffer.dtype))
+            begin = partial(self.pipes.begin, sent, widths, partial(self._write, mine, buffer.dtype, None))
         with group.traffic.collective("exchange"):
             flow = begin()
+        number = group.traffic.calls
         yield True
         self._make_room()
         while flow.left:  # what another job waits for may be what this one needs
-            with group.traffic.collective("exchange"):
+            with named("exchange", number):
                 self.pipes.turn()
             yield True
-        self._put_back(buffer, owned, sent)
+        if divides:
+            self._put_back(buffer, owned, sent)
         group.traffic.sent += traffic_of(group, piece.widths, sent.element_size())
 
     def _by_collectives(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
         if not group.divides(len(buffer)):
             sent = buffer if self._wire is None else buffer.to(self._wire)
-            rows = Gathered(group, sent).rows().to(buffer.dtype)
+            rows = gathered(group, sent).to(buffer.dtype)
             return self._take(self._mine(piece, owned), rows, self._mean(rows, buffer))
         whole, widths = (buffer, piece.widths) if owned is None else by_owner(buffer, owned)
         sent = whole if self._wire is None else whole.to(self._wire)
@@ -109,7 +115,7 @@ class Averages:
         return [(slice(0, piece.widths[rank]), piece.place)] if owned is None else owned[rank]
 
     def _put_back(self, buffer: Tensor, owned: list[list[Part]] | None, sent: Tensor) -> None:
-        if owned is not None and self._group.divides(len(buffer)):
+        if owned is not None:
             put_back(buffer, owned, sent)
         elif sent is not buffer:
             buffer.copy_(sent)
@@ -124,17 +130,18 @@ class Averages:
             except Exception as error:
                 self.failed(error)
 
-    def _write(self, mine: list[Part], dtype: torch.dtype, rows: list[Tensor], start: int) -> None:
-        """The mean of rows, from `start` on in what is received, takes the place of this process's own. mine: what of
-        them is kept, and where."""
+    def _write(self, mine: list[Part], dtype: torch.dtype, out: Tensor | None, rows: list[Tensor], start: int) -> None:
+        """The mean of rows, from `start` on in what is received, in this type. out: where it goes; None: it takes the
+        place of this process's own row. mine: what of the rows is kept, and where."""
         own = rows[self._group.rank]
         parts = clipped(mine, start, start + own.shape[0])
         table = [(lies.start, lies.stop - lies.start, kept.start if kept else 0) for lies, kept in parts]
-        if sum([width for _, width, _ in table]) == own.shape[0] and self._compiled(rows, table):
+        complete = sum([width for _, width, _ in table]) == own.shape[0]
+        if out is None and complete and self._compiled(rows, table):
             return
         share = torch.stack(rows).to(dtype)
         mean = self._mean(share, share.new_empty(len(own)))
-        own.copy_(mean)
+        (own if out is None else out).copy_(mean)
         self._take(parts, share, mean)
 
     def _compiled(self, every: list[Tensor], parts: Rows) -> bool:

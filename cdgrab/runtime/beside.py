@@ -58,9 +58,11 @@ class InThread:
         self._at_once, self._wake = LANES, wake
 
     def run(self, jobs: Iterable[Iterator[bool]]) -> None:
-        """If the thread has nothing to do, the first job begins here: it would take a while to get a core."""
+        """If the thread has nothing to do and gradients flow, the first job begins here: it would take a while to get
+        a core. (A collective would keep this thread waiting for other processes.)"""
+        idle = self._last is None or self._last.done()  # asked before: the thread takes what it sees
         self._jobs.extend(jobs)
-        if self._jobs and (self._last is None or self._last.done()):
+        if idle and self._jobs and self._at_once > 1:
             _go_on(self._jobs.popleft(), self._running)
         self._last = self._pool.submit(_in_turn, self._jobs, self._running, self._at_once)
         self._wake()

@@ -37,15 +37,11 @@ class Exchange:
         self._vector.copy_(self._group.unshard(own, len(self._vector), self._widths))
 
 
-class Gathered:
-    """For a short vector: rows [processes, dim] are everybody's, and everybody computes the result."""
-
-    def __init__(self, group: WorkerGroup, vector: Tensor) -> None:
-        rows = group.gather(vector[None])
-        self._rows = rows if group.world_size > 1 else rows.clone()  # the result takes the place of the vector
-
-    def rows(self) -> Tensor:
-        return self._rows
+def gathered(group: WorkerGroup, vector: Tensor) -> Tensor:
+    """For a short vector: everybody's, [processes, dim]. Everybody computes the result, which may take the place of the
+    vector."""
+    rows = group.gather(vector[None])
+    return rows if group.world_size > 1 else rows.clone()
 
 
 def traffic_of(group: WorkerGroup, widths: list[int], size: int) -> int:

@@ -7,13 +7,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-CHUNK = 2**15  # numbers of each process that are averaged at once
+from cdgrab.runtime import sockets
+
+CHUNK = 2**17  # numbers of all processes together that are averaged at once
 HEADER = struct.Struct("<qq")  # the flow's number, and how many bytes come
 
 Target = Iterator[memoryview | None]  # where what arrives goes, one place after the other; None: there is no room yet
@@ -67,29 +68,39 @@ class End:
         self._watch()
 
     def _write(self) -> None:
-        try:
-            while self._outgoing:
-                some, flow = self._outgoing[0]
-                sent = self._socket.send(some)
-                if sent < len(some):
-                    self._outgoing[0] = some[sent:], flow
-                else:
-                    self._outgoing.popleft()
-                    flow.left -= 1
-        except BlockingIOError:
-            pass
+        while self._outgoing:
+            some, flow = self._outgoing[0]
+            if (sent := self._tried(self._socket.send, some)) is None:
+                break
+            if sent < len(some):
+                self._outgoing[0] = some[sent:], flow
+            else:
+                self._outgoing.popleft()
+                flow.left -= 1
 
     def _read(self) -> None:
-        with suppress(BlockingIOError):
-            while self._place is not None:
-                count = self._socket.recv_into(self._place)
-                if not count:
-                    raise ConnectionResetError
-                if count < len(self._place):
-                    self._place = self._place[count:]
-                    break
-                self._place = None
-                self.look_for_room()
+        while self._place is not None:
+            if (count := self._tried(self._socket.recv_into, self._place)) is None:
+                break
+            if not count:
+                raise self._closed()
+            if count < len(self._place):
+                self._place = self._place[count:]
+                break
+            self._place = None
+            self.look_for_room()
+
+    def _tried(self, transfer: Callable[[memoryview], int], some: memoryview) -> int | None:
+        """How many bytes of these were sent or received; None: the system cannot take or give any now."""
+        try:
+            return transfer(some)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self._closed() from error
+
+    def _closed(self) -> RuntimeError:
+        return sockets.gone(self.rank)
 
     def _watch(self) -> None:
         wanted = select.POLLIN * (self._place is not None) | select.POLLOUT * bool(self._outgoing)
@@ -137,8 +148,9 @@ class Divided(Flow):
         self._shares, self._results = shares, results
         whole, size = _bytes_of(self._vector), self._vector.element_size()
         self._own = _bytes_of(self._parts[self._rank])
-        self._chunk = min(CHUNK, self._width)
-        self._rows = list(self._vector.new_empty(len(self._parts), self._chunk))  # this process's own is another one
+        self._chunk = min(max(1, CHUNK // len(self._parts)), self._width)
+        room = self._vector.new_empty(len(self._parts) - 1, self._chunk)
+        self._rows = [*room[: self._rank], self._parts[self._rank], *room[self._rank :]]
         for rank, end in self._shares.items():
             start, stop = (size * place for place in self._places[rank])
             self._greet(end, number, stop - start)
@@ -153,7 +165,7 @@ class Divided(Flow):
         size = self._vector.element_size()
         yield from self._greeted(end, number, self._width * size)
         room = _bytes_of(self._rows[end.rank])
-        for start in range(0, self._width, CHUNK):
+        for start in range(0, self._width, self._chunk or 1):
             while self._arrived[end.rank] > self._done:
                 yield None
             yield room if start + self._chunk <= self._width else room[: (self._width - start) * size]

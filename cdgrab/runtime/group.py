@@ -37,11 +37,17 @@ class Traffic:
     def collective(self, name: str) -> Iterator[None]:
         """Wraps every collective, so that a failure can be traced to a name and a number."""
         self.calls, self.last = self.calls + 1, name
-        number = self.calls  # another thread may start one meanwhile
-        try:
+        with named(name, self.calls):  # another thread may start one meanwhile
             yield
-        except RuntimeError as error:
-            raise CollectiveError(name, number, first_line(error)) from error
+
+
+@contextlib.contextmanager
+def named(name: str, number: int) -> Iterator[None]:
+    """Wraps what belongs to the collective with this name and number."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(name, number, first_line(error)) from error
 
 
 @dataclass(frozen=True)

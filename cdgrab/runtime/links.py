@@ -28,7 +28,6 @@ from cdgrab.runtime import sockets
 from cdgrab.runtime.group import WorkerGroup
 
 SWITCH = "CDGRAB_SHARED_MEMORY"  # 0: processes of one host exchange messages, too
-LONGEST = 10**6  # seconds that the system can be asked to wait
 READY, DONE = 1, 2  # kinds of notices: my memory may be read; I have written what is mine to everybody's
 NOTICE = struct.Struct("<B?xxiq")
 
@@ -50,7 +49,7 @@ class Links:
         self._poll = select.poll()
         self._ranks = {one.fileno(): rank for rank, one in connections.items()}
         for one in connections.values():
-            one.settimeout(min(patience, LONGEST))
+            one.settimeout(min(patience, sockets.LONGEST))
             self._poll.register(one, select.POLLIN)
         self.close = weakref.finalize(self, sockets.close, list(connections.values()))
         sockets.leave_to_parent(self, connections.values())
@@ -62,7 +61,7 @@ class Links:
             try:
                 one.send(NOTICE.pack(kind, mark, bucket, step))
             except OSError as error:
-                raise _gone(rank) from error
+                raise sockets.gone(rank) from error
 
     def wait(self, notice: Notice) -> bool:
         """Until all others have told the same. Returns whether any of them marked it. Notices may come in any order,
@@ -70,11 +69,11 @@ class Links:
         deadline = time.monotonic() + self._patience
         while missing := self._sockets.keys() - self._arrived[notice].keys():
             if missing & self._ended or not self.close.alive:
-                raise _gone(*sorted(missing & self._ended))
+                raise sockets.gone(*missing & self._ended)
             left = deadline - time.monotonic()
-            ready = self._poll.poll(min(max(0.0, left), LONGEST) * 1000)
-            if not ready and left <= LONGEST:
-                raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, sorted(missing)))}")
+            ready = self._poll.poll(min(max(0.0, left), sockets.LONGEST) * 1000)
+            if not ready and left <= sockets.LONGEST:
+                raise sockets.silent(self._patience, missing)
             for number, _ in ready:
                 self._receive(number)
         return any(self._arrived.pop(notice).values())
@@ -120,10 +119,6 @@ def _give(one: socket.socket, number: int | None) -> None:
             if error.errno != errno.ETOOMANYREFS:  # too many descriptors are in flight
                 raise
     one.send(b".")
-
-
-def _gone(*ranks: int) -> RuntimeError:
-    return RuntimeError(f"the connection to rank {', '.join(map(str, ranks))} is closed" if ranks else "closed before")
 
 
 def connect(group: WorkerGroup, wanted: bool = True) -> Links | None:

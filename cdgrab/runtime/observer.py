@@ -11,8 +11,9 @@ from cdgrab.runtime.group import WorkerGroup
 
 
 class Observer(Protocol):
-    """What becomes of the gradients besides their mean. All methods but those for single shares are called in the
-    thread of the backward pass, by all processes together. `division` may be asked for in another thread."""
+    """What becomes of the gradients besides their mean. All methods but those for single shares are called by
+    all processes together, and all but those and `make_room` in the thread of the backward pass. `division` may be asked
+    for in another thread."""
 
     def begin(self, like: Tensor) -> str:
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in

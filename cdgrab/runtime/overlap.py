@@ -36,9 +36,9 @@ from cdgrab.runtime.observer import Observer
 from cdgrab.runtime.pieces import Piece, deal
 from cdgrab.runtime.shared import SharedBucket, Sharing
 
-# Coordinates at a time, or a part of all parameters if that is more. Each piece takes time to begin:
-PIECE, OF_ALL = 2**16, 64  # what is copied before buckets have settled, on a CPU,
-LONG_PIECE, OF_THESE = 2**20, 16  # what is copied there to be sent in another type, or exchanged by collectives
+# Coordinates at a time, or a part of all parameters if that is more. Each piece takes time to begin.
+PIECE, OF_ALL = 2**16, 64  # of what is copied on a CPU until buckets have settled
+LONG_PIECE, OF_THESE = 2**20, 16  # of what is copied there to be sent in another type, and of collectives
 
 
 class OverlappingHook:
@@ -74,14 +74,14 @@ class OverlappingHook:
         self._beside = OnStream(self._group, self._device) if on_gpu else InThread(self._group)
         group = self._beside.group
         self._averages = Averages(group, self._observer, self._wire, self._mean, self._at_once)
-        if not on_gpu and group.world_size > 1:
-            self._pipes = self._averages.pipes = pipes.connect(group)
-        if not self._pipes:
-            self._piece = max(LONG_PIECE, -(-self._dim // OF_THESE))
+        self._piece = max(LONG_PIECE, -(-self._dim // OF_THESE))
+        if on_gpu or group.world_size == 1:
             return
-        self._beside.flows(self._pipes.wake)
-        self._piece = max(PIECE, -(-self._dim // OF_ALL)) if self._observer else LONG_PIECE
-        if self._observer:
+        self._pipes = self._averages.pipes = pipes.connect(group)
+        if self._pipes:
+            self._beside.flows(self._pipes.wake)
+            self._piece = max(PIECE, -(-self._dim // OF_ALL)) if self._observer else LONG_PIECE
+        if self._pipes and self._observer:
             self._observer.decide_late(group)
         # memory moves only if nobody but DDP knows where it is
         if links := connect(group, wanted=self._wire is None and not model.gradient_as_bucket_view):

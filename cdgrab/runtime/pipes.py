@@ -32,7 +32,6 @@ from cdgrab.runtime.links import agreed
 from cdgrab.runtime.sockets import address_of
 
 SWITCH = "CDGRAB_PIPES"  # 0: gloo exchanges gradients
-LONGEST = 10**6  # seconds that the system can be asked to wait
 
 
 class Pipes:
@@ -72,29 +71,21 @@ class Pipes:
 
     def _started(self, flow: Flow) -> Flow:
         self._begun += 1
-        try:
-            flow.start(self.shares, self.results, self._begun)
-        except OSError as error:
-            raise RuntimeError("a connection to another process is closed") from error
+        flow.start(self.shares, self.results, self._begun)
         return flow
 
     def turn(self) -> None:
         """Wait until something can go on, or somebody calls `wake`, and let it go on."""
         if not self.close.alive:
-            raise RuntimeError("closed before")
-        ready = self._poll.poll(min(self._patience, LONGEST) * 1000)
-        if not ready and self._patience <= LONGEST:
-            missing = sorted({end.rank for end in self._ends.values() if end.waits})
-            raise RuntimeError(f"waited {self._patience:g} seconds for rank {', '.join(map(str, missing))}")
+            raise sockets.gone()
+        ready = self._poll.poll(min(self._patience, sockets.LONGEST) * 1000)
+        if not ready and self._patience <= sockets.LONGEST:
+            raise sockets.silent(self._patience, {end.rank for end in self._ends.values() if end.waits})
         for number, _ in ready:
             if number == self._woken.fileno():
                 self._woken.recv(2**10)
-                continue
-            end = self._ends[number]
-            try:
-                end.go_on()
-            except OSError as error:
-                raise RuntimeError(f"the connection to rank {end.rank} is closed") from error
+            else:
+                self._ends[number].go_on()
 
     def wake(self) -> None:
         """From another thread: whoever waits in `turn` has something else to do."""
@@ -121,8 +112,8 @@ class Address(NamedTuple):
 def connect(group: WorkerGroup) -> Pipes | None:
     """All processes call this together, and get pipes if all of them can be reached; otherwise all get None."""
     listening = None
-    with suppress(OSError):
-        if os.environ.get(SWITCH, "1") != "0" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":
+    with suppress(OSError, UnicodeError):
+        if _wanted():
             listening = _listen(2 * group.world_size)
     mine = _address_of(listening) if listening else Address()
     every = [Address(*one) for one in group.gather(torch.tensor([mine])).tolist()]
@@ -136,6 +127,11 @@ def connect(group: WorkerGroup) -> Pipes | None:
     if pipes:
         pipes.close()
     return None
+
+
+def _wanted() -> bool:
+    encrypted = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP"
+    return os.environ.get(SWITCH, "1") != "0" and not encrypted and hasattr(select, "poll")  # not on every system
 
 
 def _joined(group: WorkerGroup, listening: socket.socket, every: list[Address]) -> Pipes:
@@ -157,7 +153,7 @@ def _listen(backlog: int) -> socket.socket:
     try:
         wanted = address_of(card) if card else socket.gethostname()
         found = socket.getaddrinfo(wanted, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         found = []
     for family, _, _, _, where in (*found, (socket.AF_INET, 0, 0, "", ("127.0.0.1", 0))):
         with suppress(OSError):

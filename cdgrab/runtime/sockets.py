@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from cdgrab.runtime.group import WorkerGroup
 
 PATIENCE = 10.0  # seconds in which processes that have told their addresses connect
+LONGEST = 10**6  # seconds that the system can be asked to wait
 GREETING = 1.0  # seconds that a caller has to say who he is
 SIOCGIFADDR = 0x8915  # of Linux: the address of a network card
 HELLO = struct.Struct("<qqq")  # the caller's rank, the token that he has told all others, and which connection this is
@@ -84,6 +85,19 @@ def address_of(card: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         return socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", card.encode()))[20:24])
     return None
+
+
+def gone(*ranks: int) -> RuntimeError:
+    """These have closed their connections; none: this process has."""
+    return RuntimeError(f"the connection to rank {_listed(ranks)} is closed" if ranks else "closed before")
+
+
+def silent(seconds: float, ranks: Iterable[int]) -> RuntimeError:
+    return RuntimeError(f"waited {seconds:g} seconds for rank {_listed(ranks)}")
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def close(sockets: Iterable[socket.socket]) -> None:
