@@ -11,8 +11,8 @@ from cdgrab.runtime.group import WorkerGroup
 
 
 class Observer(Protocol):
-    """What becomes of the gradients besides their mean. All methods but those for single shares are called by
-    all processes together, and all but those and `make_room` in the thread of the backward pass. `division` may be asked
+    """What becomes of the gradients besides their mean. All methods but those for single shares are called by all
+    processes together, and all but those and `make_room` in the thread of the backward pass. `division` may be asked
     for in another thread."""
 
     def begin(self, like: Tensor) -> str:
