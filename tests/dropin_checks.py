@@ -114,7 +114,7 @@ RESUMED += [(4, "exdyna, scaled", 4), (4, "sharded", 3), (4, "sharded, accumulat
 def started(case, state=None):
     """Model, sampler, optimiser and scaler. state: of the sampler, loaded before it is attached."""
     workers.WHOLE, overlap.PIECE = case.short if case.divided else 2**40, case.piece
-    flows.CHUNK, division.PART = 15, 3  # coordinates are dealt to processes, before buckets are regrouped
+    flows.CHUNK, division.PART = 60, 3  # coordinates are dealt to processes, before buckets are regrouped
     model = case.shard(case.network()) if case.shard else parallel(case.network(), **case.wrap)
     if case.shard:
         sampler_of(**case.sampler).attach(model).detach()  # leaves no trace

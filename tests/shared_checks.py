@@ -115,7 +115,7 @@ def started(
     wrap=None, options=None, dtype=torch.float32, whole=0, piece=2**20, late=False, attach=None, network=Uneven
 ):
     workers.WHOLE, overlap.PIECE, division.PART = whole, piece, 3
-    averages.CHUNK, flows.CHUNK = 7, 15
+    averages.CHUNK, flows.CHUNK = 7, 60
     model = parallel(network(dtype, late), **wrap or {})
     return model, sampler_of(**options or {}).attach(model, **attach or {})
 
@@ -353,27 +353,3 @@ def gone():
     sampler.detach()
     del model
     return gathered((before, some, more, held(), names))
-
-
-# -- a process that is killed ------------------------------------------------------------------------------------------
-
-
-def killed(rank, folder):
-    """The last of three processes is killed amid an epoch, with buckets in shared memory. The others leave a file with
-    the seconds until they noticed, and the error."""
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
-    workers.WHOLE = 0
-    model, sampler = started()
-    steps = []
-
-    def note(_):
-        steps.append(time.monotonic())
-        if rank == 2 and len(steps) == 8:
-            (folder / "names").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        train(model, sampler, note=note)
-    except Exception as error:
-        (folder / str(rank)).write_text(f"{len(steps)} {time.monotonic() - steps[-1]} {error}")
-    os._exit(0)

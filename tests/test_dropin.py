@@ -254,27 +254,30 @@ def test_autograd_copies_no_gradient_not_even_in_the_first_pass():
     assert len(moved) == len(sampler) and all(map(all, moved))
 
 
-@pytest.mark.parametrize("at_node", [False, True])
-def test_steps_amid_a_backward_pass_may_overwrite_gradients(at_node):
+@pytest.mark.parametrize("where", ["hooks", "last hook", "nodes"])
+def test_steps_amid_a_backward_pass_may_overwrite_gradients(where):
     """The sampler has them as they were. At autograd's own nodes nobody sees such steps before the first one."""
     model, expected, nodes = network(), [], []
     sampler = attached(model)
     seen = seen_by(sampler.ledger)
 
-    def step(parameter):
-        expected.append(parameter.grad.flatten().clone())
-        parameter.grad.zero_()
-        parameter.grad = None
+    def step(*parameters):
+        for parameter in parameters:
+            expected.append(parameter.grad.flatten().clone())
+            parameter.grad.zero_()
+            parameter.grad = None
 
-    for parameter in model.parameters():
-        if at_node:
+    first, *others = model.parameters()
+    for parameter in [first] if where == "last hook" else [first, *others]:
+        if where == "nodes":
             nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
             nodes[-1].register_hook(lambda *_, parameter=parameter: step(parameter))
         else:
-            parameter.register_post_accumulate_grad_hook(step)
+            every = [first, *others] if where == "last hook" else [parameter]
+            parameter.register_post_accumulate_grad_hook(lambda _, every=every: step(*every))
     train(model, sampler, epochs=1)
     seen, expected = torch.cat(seen).flatten(), torch.cat(expected)
-    first = len(seen) // len(sampler) if at_node else 0
+    first = len(seen) // len(sampler) if where == "nodes" else 0
     assert sorted(seen[first:].tolist()) == sorted(expected[first:].tolist())
 
 

@@ -74,16 +74,17 @@ def averaged(one, vectors, widths, late):
 def test_everybody_gets_the_mean_and_its_share_of_everything(data):
     count = data.draw(st.integers(2, 4))
     shapes = data.draw(
-        st.lists(st.none() | st.lists(st.integers(0, 9), min_size=count, max_size=count), min_size=1, max_size=4)
+        st.lists(st.none() | st.lists(st.integers(0, 30), min_size=count, max_size=count), min_size=1, max_size=4)
     )
     lengths = [7 if widths is None else sum(widths) for widths in shapes]
     dtype, late = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])), data.draw(st.booleans())
-    chunk = data.draw(st.integers(1, 5))  # of each process
+    room = flows.ALIGNED * data.draw(st.integers(1, 5))  # bytes of each process
+    chunk = room // torch.empty(0, dtype=dtype).element_size()
     every = [[torch.randn(length).to(dtype) for length in lengths] for _ in range(count)]
     sent = [torch.stack([vectors[i] for vectors in every]) for i in range(len(lengths))]
-    joined = connected(count)
-    with mock.patch.object(flows, "CHUNK", chunk * count):
-        shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank), count)
+    with mock.patch.object(flows, "CHUNK", room * count):
+        joined = connected(count)
+    shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank), count)
     for rank, its in enumerate(shown):
         for vector, rows, widths, chunks in zip(every[rank], sent, shapes, its, strict=True):
             assert torch.equal(vector, mean_of_rows(rows, torch.empty_like(vector)))
@@ -122,8 +123,20 @@ def test_whoever_is_gone_is_named(when):
         while flow.left:
             one.turn()
     one.close()
-    with pytest.raises(RuntimeError, match="closed before"):
-        one.turn()
+    for once_more in (one.turn, lambda: one.begin(torch.ones(9), [3, 3, 3], nothing)):
+        with pytest.raises(RuntimeError, match="closed before"):
+            once_more()
+
+
+def test_all_who_are_gone_are_named():
+    """Some are, because others were, and who was the first to go cannot be told."""
+    one, *others = connected(4)
+    flow = one.begin(torch.ones(8), [2, 2, 2, 2], nothing)
+    for other in reversed(others[:2]):
+        other.close()
+    with pytest.raises(RuntimeError, match="the connection to rank 1, 2 is closed"):
+        while flow.left:
+            one.turn()
 
 
 def test_whoever_is_silent_is_named():

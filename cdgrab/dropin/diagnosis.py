@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -57,7 +58,7 @@ class Diagnosis:
         self._chosen = -1, torch.empty(0)  # of so many coordinates, those that are kept
         self._division: Division | None = None  # None: gradients are whole
         self._row: Tensor | None = None  # of the position under way, [workers, coordinates], if it comes in pieces
-        self._depth, self._entered, self._seen_before = 0, 0.0, 0
+        self._watch, self._depth, self._entered, self._seen_before = threading.Lock(), 0, 0.0, 0
 
     def begin_epoch(self, epoch: int, order: Tensor) -> None:
         """order [1, units]. An epoch may begin several times, if only its first batches were looked at."""
@@ -115,13 +116,17 @@ class Diagnosis:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        if not self._depth:
-            self._entered, self._seen_before = time.perf_counter(), self.records[-1].seen if self.records else 0
-        self._depth += 1
+        """Several threads may do so at a time."""
+        with self._watch:
+            if not self._depth:
+                self._entered, self._seen_before = time.perf_counter(), self.records[-1].seen if self.records else 0
+            self._depth += 1
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._depth -= 1
-        if not self._depth and self.records:
+        with self._watch:
+            self._depth -= 1
+            if self._depth or not self.records:
+                return
             record, now = self.records[-1], time.perf_counter()
             record.seconds += now - self._entered
             record.ended = now if record.seen > self._seen_before else record.ended + now - self._entered

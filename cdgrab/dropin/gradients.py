@@ -9,7 +9,7 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
                           and what is on its way: of FSDP two modules; of DDP on a GPU two pieces of a 16th of all
-                          parameters or 4 MB; on a CPU two chunks of 0.5 MB (see `runtime.flows`), and copies of two
+                          parameters or 4 MB; on a CPU a chunk of 0.5 MB (see `runtime.flows`), and copies of two
                           pieces: in the first steps of a 64th, with `compress=` always of up to 4 MB. Processes that
                           share memory (`runtime.shared`) need nothing more after the first steps
 
@@ -236,9 +236,12 @@ class ParallelGradients:
         if self._ledger.takes_shards:
             self._ledger.sorter.decide_late(group)
 
-    def make_room(self) -> None:
+    def decide_due(self) -> None:
         with self._ledger.stopwatch:
-            self._ledger.sorter.make_room()
+            self._ledger.sorter.decide_due()
+
+    def make_room(self) -> None:
+        self._ledger.sorter.make_room()
 
     @property
     def division(self) -> Division | None:

@@ -150,8 +150,13 @@ class BackwardPasses:
         if now.wanted and self._complete:
             parameter = self._parameters[index]
             moved = not self._all or (self._stays and parameter.grad is None)
-            unknown = self._stays is None  # if they do not stay, something may overwrite them
-            now.found[index] = None if moved else _held(gradient, parameter) if unknown else gradient
+            now.found[index] = None if moved else self._held(gradient)
+
+    def _held(self, gradient: Tensor) -> Tensor:
+        """What holds on to a gradient. Another tensor with the same memory does not keep autograd from moving it to
+        .grad; but where gradients do not stay there, or a hook finds them there, something may overwrite them."""
+        stays = self._stays is None and not any(one._post_accumulate_grad_hooks for one in self._parameters)
+        return gradient.detach() if stays else gradient
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -185,12 +190,6 @@ class BackwardPasses:
             _refuse()
         if now.wanted:
             self._complete(gradients, True)
-
-
-def _held(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What holds on to a gradient. Another tensor with the same memory does not keep autograd from moving it to .grad;
-    but a hook that finds it there may overwrite it."""
-    return gradient if parameter._post_accumulate_grad_hooks else gradient.detach()
 
 
 def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:

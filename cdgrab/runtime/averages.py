@@ -69,13 +69,14 @@ class Averages:
     def _through_pipes(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
         divides = group.divides(len(buffer))
+        widths = piece.widths
         if not divides:
             sent = buffer if self._wire is None else buffer.to(self._wire)
             out = None if sent is buffer else buffer
             write = partial(self._write, self._mine(piece, owned), buffer.dtype, out)
             begin = partial(self.pipes.begin_whole, sent, write)
         else:
-            whole, widths = (buffer, piece.widths) if owned is None else by_owner(buffer, owned)
+            whole, widths = (buffer, widths) if owned is None else by_owner(buffer, owned)
             sent = whole if self._wire is None else whole.to(self._wire)
             mine = self._mine(piece, owned) if owned is None else joined(owned[group.rank])
             begin = partial(self.pipes.begin, sent, widths, partial(self._write, mine, buffer.dtype, None))
@@ -90,7 +91,7 @@ class Averages:
             yield True
         if divides:
             self._put_back(buffer, owned, sent)
-        group.traffic.sent += traffic_of(group, piece.widths, sent.element_size())
+        group.traffic.sent += traffic_of(group, widths, sent.element_size())
 
     def _by_collectives(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
@@ -123,8 +124,10 @@ class Averages:
     # -- what is kept -------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """While gradients are on their way."""
+        """While gradients are on their way. If signs cannot be decided, the exchange breaks off: other processes wait
+        for that instead of the next gradients."""
         if self.wanted == "shares":
+            self._observer.decide_due()
             try:
                 self._observer.make_room()
             except Exception as error:

@@ -69,7 +69,8 @@ class InThread:
 
     def call(self, function: Callable[[], None]) -> concurrent.futures.Future:
         """After all jobs."""
-        return self._pool.submit(function)
+        self._last = self._pool.submit(function)
+        return self._last
 
 
 def _nobody() -> None:

@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cdgrab.runtime import sockets
-
-CHUNK = 2**17  # numbers of all processes together that are averaged at once
+CHUNK = 2**19  # bytes of all processes together that are averaged at once
+ENOUGH = CHUNK // 4  # bytes from one process that are worth reading, if as many are expected
+ALIGNED = 16  # bytes that hold a whole number of numbers of any type
 HEADER = struct.Struct("<qq")  # the flow's number, and how many bytes come
 
 Target = Iterator[memoryview | None]  # where what arrives goes, one place after the other; None: there is no room yet
@@ -22,14 +22,17 @@ Compute = Callable[[list[Tensor], int], None]
 
 
 class End:
-    """This process's end of a connection: what waits to be sent, and where what arrives goes."""
+    """This process's end of a connection: what waits to be sent, and where what arrives goes. room: bytes, for what is
+    to be averaged, of whatever flow: nothing overtakes anything here. full: it has not been averaged yet."""
 
-    def __init__(self, rank: int, one: socket.socket, poll: select.poll) -> None:
+    def __init__(self, rank: int, one: socket.socket, poll: select.poll, room: int) -> None:
         self.rank, self.number = rank, one.fileno()
+        self.room, self.full = torch.empty(room, dtype=torch.uint8), False
         self._socket, self._poll, self._watched = one, poll, 0
         self._outgoing: deque[tuple[memoryview, Flow]] = deque()
         self._incoming: deque[tuple[Target, Flow]] = deque()
         self._place: memoryview | None = None  # what arrives next goes there
+        self._enough = 1  # bytes that have to arrive until the system tells of them
 
     @property
     def waits(self) -> bool:
@@ -56,6 +59,7 @@ class End:
                 if (place := next(target)) is None:
                     break
                 self._place = place
+                self._wait_for_enough()
             except StopIteration:
                 self._incoming.popleft()
                 flow.left -= 1
@@ -83,9 +87,10 @@ class End:
             if (count := self._tried(self._socket.recv_into, self._place)) is None:
                 break
             if not count:
-                raise self._closed()
+                raise ConnectionResetError
             if count < len(self._place):
                 self._place = self._place[count:]
+                self._wait_for_enough()
                 break
             self._place = None
             self.look_for_room()
@@ -96,11 +101,13 @@ class End:
             return transfer(some)
         except BlockingIOError:
             return None
-        except OSError as error:
-            raise self._closed() from error
 
-    def _closed(self) -> RuntimeError:
-        return sockets.gone(self.rank)
+    def _wait_for_enough(self) -> None:
+        """A few bytes are not worth a turn: nothing is averaged before all of a chunk is there."""
+        enough = min(ENOUGH, len(self._place))
+        if enough != self._enough:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+            self._enough = enough
 
     def _watch(self) -> None:
         wanted = select.POLLIN * (self._place is not None) | select.POLLOUT * bool(self._outgoing)
@@ -140,17 +147,14 @@ class Divided(Flow):
         super().__init__(rank, vector, compute)
         self._parts, self._width = vector.split(list(widths)), widths[rank]
         self._places = dict(enumerate(zip(accumulate(widths, initial=0), accumulate(widths), strict=False)))
-        self._done = 0  # chunks
-        self._arrived = dict.fromkeys(range(len(widths)), 0)  # chunks from each process
-        del self._arrived[rank]
+        self._missing = len(widths) - 1  # processes whose next chunk has not come yet
 
     def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
         self._shares, self._results = shares, results
         whole, size = _bytes_of(self._vector), self._vector.element_size()
         self._own = _bytes_of(self._parts[self._rank])
-        self._chunk = min(max(1, CHUNK // len(self._parts)), self._width)
-        room = self._vector.new_empty(len(self._parts) - 1, self._chunk)
-        self._rows = [*room[: self._rank], self._parts[self._rank], *room[self._rank :]]
+        self._rows = {rank: end.room.view(self._vector.dtype) for rank, end in shares.items()}
+        self._chunk = max([len(row) for row in self._rows.values()], default=1)
         for rank, end in self._shares.items():
             start, stop = (size * place for place in self._places[rank])
             self._greet(end, number, stop - start)
@@ -162,27 +166,28 @@ class Divided(Flow):
             end.expect(self._share_of(end, number), self)
 
     def _share_of(self, end: End, number: int) -> Target:
-        size = self._vector.element_size()
+        size, row = self._vector.element_size(), _bytes_of(self._rows[end.rank])
         yield from self._greeted(end, number, self._width * size)
-        room = _bytes_of(self._rows[end.rank])
-        for start in range(0, self._width, self._chunk or 1):
-            while self._arrived[end.rank] > self._done:
+        for start in range(0, self._width, self._chunk):
+            while end.full:
                 yield None
-            yield room if start + self._chunk <= self._width else room[: (self._width - start) * size]
-            self._arrived[end.rank] += 1
-            if min(self._arrived.values()) > self._done:
+            yield row[: (self._width - start) * size]
+            end.full = True
+            self._missing -= 1
+            if not self._missing:
                 self._average(start, last=end)
 
     def _average(self, start: int, last: End) -> None:
         """A chunk has come from everybody, and from one of them just now: that one goes on by itself."""
-        stop, size = min(start + self._chunk, self._width), self._vector.element_size()
-        if stop - start < self._chunk:
-            self._rows = [row[: stop - start] for row in self._rows]
-        self._rows[self._rank] = self._parts[self._rank][start:stop]
-        self._compute(self._rows, start)
+        own = self._parts[self._rank][start : start + self._chunk]
+        size = own.element_size()
+        every = self._rows | {self._rank: own}
+        self._compute([every[rank][: len(own)] for rank in range(len(every))], start)
         for end in self._results.values():
-            end.send(self._own[start * size : stop * size], self)
-        self._done += 1
+            end.send(self._own[start * size : (start + len(own)) * size], self)
+        self._missing = len(self._shares)
+        for end in self._shares.values():
+            end.full = False
         for end in self._shares.values():
             if end is not last:
                 end.look_for_room()
@@ -212,6 +217,11 @@ class Whole(Flow):
             rows = list(self._rows)
             rows[self._rank] = self._vector  # its copy may not be sent yet
             self._compute(rows, 0)
+
+
+def room_for(processes: int) -> int:
+    """Bytes of each, a whole number of whatever numbers."""
+    return max(ALIGNED, CHUNK // processes // ALIGNED * ALIGNED)
 
 
 def _bytes_of(vector: Tensor) -> memoryview:

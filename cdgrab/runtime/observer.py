@@ -12,16 +12,19 @@ from cdgrab.runtime.group import WorkerGroup
 
 class Observer(Protocol):
     """What becomes of the gradients besides their mean. All methods but those for single shares are called by all
-    processes together, and all but those and `make_room` in the thread of the backward pass. `division` may be asked
-    for in another thread."""
+    processes together, and all but those, `decide_due` and `make_room` in the thread of the backward pass. `division`
+    may be asked for in another thread."""
 
     def begin(self, like: Tensor) -> str:
         """A step begins. Returns what is wanted of its gradients: shares, whole (of this process), a look at them in
         .grad, or nothing."""
 
     def decide_late(self, group: WorkerGroup) -> None:
-        """Before the first step: `make_room` is called in every step in which shares are wanted, while gradients are on
-        their way, in the thread of this channel; see `Sorter.decide_late`."""
+        """Before the first step: `decide_due` and `make_room` are called in every step in which shares are wanted,
+        while gradients are on their way, in the thread of this channel; see `Sorter.decide_late`."""
+
+    def decide_due(self) -> None:
+        """What has waited for it."""
 
     def make_room(self) -> None:
         """For this step's shares."""

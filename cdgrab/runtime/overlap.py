@@ -186,7 +186,8 @@ class OverlappingHook:
             self._averages.failed(error)
 
     def _end(self) -> None:
-        """Each of several models in one backward pass waits when all have begun: processes may have their own order."""
+        """Each of several models in one backward pass waits when all have begun. Processes may have their own order,
+        but not in steps in which signs are decided."""
         divided = not self._regrouped or self._observer is None or self._observer.division is None
         # even if something else has failed here: other processes share
         if self._sharing and not self._broken and self._sharing.after_step(divided):

@@ -18,15 +18,15 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdgrab.runtime import sockets
-from cdgrab.runtime.flows import Compute, Divided, End, Flow, Whole
+from cdgrab.runtime.flows import Compute, Divided, End, Flow, Whole, room_for
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.links import agreed
 from cdgrab.runtime.sockets import address_of
@@ -48,9 +48,10 @@ class Pipes:
         self.shares: dict[int, End] = {}
         self.results: dict[int, End] = {}
         size = len(connections) + 1
+        lines = (self.shares, room_for(size)), (self.results, 0)
         for other in ((rank + i) % size for i in range(1, size)):  # so that not all write to the same one first
-            for ends, one in zip((self.shares, self.results), connections[other], strict=True):
-                ends[other] = self._ends[one.fileno()] = End(other, one, self._poll)
+            for (ends, room), one in zip(lines, connections[other], strict=True):
+                ends[other] = self._ends[one.fileno()] = End(other, one, self._poll, room)
                 every.append(one)
         for one in every:
             one.setblocking(False)
@@ -71,7 +72,8 @@ class Pipes:
 
     def _started(self, flow: Flow) -> Flow:
         self._begun += 1
-        flow.start(self.shares, self.results, self._begun)
+        with self._whoever_is_gone():
+            flow.start(self.shares, self.results, self._begun)
         return flow
 
     def turn(self) -> None:
@@ -81,11 +83,25 @@ class Pipes:
         ready = self._poll.poll(min(self._patience, sockets.LONGEST) * 1000)
         if not ready and self._patience <= sockets.LONGEST:
             raise sockets.silent(self._patience, {end.rank for end in self._ends.values() if end.waits})
-        for number, _ in ready:
-            if number == self._woken.fileno():
-                self._woken.recv(2**10)
-            else:
-                self._ends[number].go_on()
+        with self._whoever_is_gone():
+            for number, _ in ready:
+                if number == self._woken.fileno():
+                    self._woken.recv(2**10)
+                else:
+                    self._ends[number].go_on()
+
+    @contextmanager
+    def _whoever_is_gone(self) -> Iterator[None]:
+        """Is named, if a connection is closed: one may have been closed because another was."""
+        if not self.close.alive:
+            raise sockets.gone()
+        try:
+            yield
+        except OSError as error:
+            poll = select.poll()
+            for number in self._ends:
+                poll.register(number, getattr(select, "POLLRDHUP", 0))
+            raise sockets.gone(*{self._ends[number].rank for number, _ in poll.poll(0)}) from error
 
     def wake(self) -> None:
         """From another thread: whoever waits in `turn` has something else to do."""

@@ -138,8 +138,11 @@ class Sorter(WorkerState):
         raise CdgrabError("this sorter takes whole gradients: they are not divided between processes")
 
     def decide_late(self, group: WorkerGroup) -> None:
-        """Before the first gradients: after `begin_shares` all processes call `make_room`, when they have time to wait
-        for what has to be decided first. group: the channel of the thread in which they do that."""
+        """Before the first gradients: after `begin_shares` all processes call `decide_due` and then `make_room`, when
+        they have time to wait. group: the channel of the thread in which they do that."""
+
+    def decide_due(self) -> None:
+        """What has waited for it since `decide_late`. If it fails on one process, others wait for it."""
 
     def make_room(self) -> None:
         """For the shares that follow; see `decide_late`."""

@@ -155,6 +155,10 @@ class CoordinatedPairBalance(BalancingSorter):
         if self._server is None and self._background in ("auto", False):
             self._late, self._balancer.group = True, group
 
+    def decide_due(self) -> None:
+        if self._server:
+            self._server.flush_full()
+
     def make_room(self) -> None:
         if self._shares is None:
             like = self._like

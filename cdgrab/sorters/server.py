@@ -3,7 +3,7 @@
 This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
 once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
 order: on a GPU in a separate stream, but for single rows of small models; on a CPU in a thread if a core is free,
-otherwise at once.
+otherwise at once or, with DistributedDataParallel, while the next step's gradients are on their way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OrderServer:
 
     At most `buffer_bytes` of rows wait to be decided, or a single block if that is larger. In addition, at most one
     block is being collected. Rows are not split here: a submission larger than a block becomes one block. An
-    interrupted wait loses nothing. late: a block that is full waits until somebody asks for `room`.
+    interrupted wait loses nothing. late: a block that is full waits for `flush_full`.
     """
 
     def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool, late: bool = False) -> None:
@@ -82,8 +82,7 @@ class OrderServer:
         to it. sparing: if more would exceed the buffer, wait for the memory of rows that are being decided; on a GPU
         only the stream waits."""
         size = math.prod(shape)
-        if self._full:
-            self.flush()
+        self.flush_full()
         while self._running and self._running[0].done():
             self._wait_for_oldest()
         too_much = sparing and self._waiting_bytes() + size * like.element_size() > self._buffer_bytes
@@ -97,6 +96,11 @@ class OrderServer:
         if stream and _follow(stream):
             memory.record_stream(torch.cuda.current_stream(stream.device))
         return memory if memory.shape == shape else memory.view(shape)
+
+    def flush_full(self) -> None:
+        """Decide a block that is full and waits."""
+        if self._full:
+            self.flush()
 
     def free(self) -> None:
         """Keep no memory for rows to come: they will have another size."""

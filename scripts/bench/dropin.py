@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -135,9 +136,9 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
 
         every = run(SCRIPTS, *limits)
         # where torch has this allocator: as `return_freed_memory`, and pages of 4 KB instead of 2 MB
-        os.environ.update(MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0")
-        for script in SCRIPTS if device == "cpu" else ():
-            every[0]["peaks"] |= run((script,), limits[0], 1, 1, 0)[0]["peaks"]
+        with mock.patch.dict(os.environ, MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0"):
+            for script in SCRIPTS if device == "cpu" else ():
+                every[0]["peaks"] |= run((script,), limits[0], 1, 1, 0)[0]["peaks"]
         return every
 
 
