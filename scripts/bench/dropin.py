@@ -56,7 +56,7 @@ class Case:
 CASES = {
     "cpu": [
         *(Case("linear", 4), Case("convolutional", 4), Case("mlp", 4), Case("mlp"), Case("mlp", sketch="countsketch")),
-        *(Case("linear", 4, gigabits=1.0), Case("convolutional", 4, gigabits=1.0)),
+        *(Case(model, 4, gigabits=1.0) for model in ("linear", "convolutional", "mlp")),
     ],
     "cuda": [
         *(Case("gpt2"), Case("resnet50"), Case("resnet18, batch 128"), Case("resnet18, batch 32"), Case("mlp")),
