@@ -134,7 +134,7 @@ def test_all_who_are_gone_are_named():
     flow = one.begin(torch.ones(8), [2, 2, 2, 2], nothing)
     for other in reversed(others[:2]):
         other.close()
-    with pytest.raises(RuntimeError, match="the connection to rank 1, 2 is closed"):
+    with pytest.raises(RuntimeError, match="the connections to ranks 1, 2 are closed"):
         while flow.left:
             one.turn()
 
@@ -142,7 +142,7 @@ def test_all_who_are_gone_are_named():
 def test_whoever_is_silent_is_named():
     one, *_ = connected(3, patience=0.1)
     one.begin(torch.ones(9), [3, 3, 3], nothing)
-    with pytest.raises(RuntimeError, match=r"waited 0\.1 seconds for rank 1, 2"):
+    with pytest.raises(RuntimeError, match=r"waited 0\.1 seconds for ranks 1, 2"):
         one.turn()
 
 

@@ -89,15 +89,17 @@ def address_of(card: str) -> str | None:
 
 def gone(*ranks: int) -> RuntimeError:
     """These have closed their connections; none: this process has."""
-    return RuntimeError(f"the connection to rank {_listed(ranks)} is closed" if ranks else "closed before")
+    how = "connection to {} is closed" if len(ranks) == 1 else "connections to {} are closed"
+    return RuntimeError(f"the {how}".format(_listed(ranks)) if ranks else "closed before")
 
 
 def silent(seconds: float, ranks: Iterable[int]) -> RuntimeError:
-    return RuntimeError(f"waited {seconds:g} seconds for rank {_listed(ranks)}")
+    return RuntimeError(f"waited {seconds:g} seconds for {_listed(ranks)}")
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+    every = sorted(ranks)
+    return f"rank{'s' * (len(every) > 1)} {', '.join(map(str, every))}"
 
 
 def close(sockets: Iterable[socket.socket]) -> None:
