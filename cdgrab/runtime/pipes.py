@@ -17,6 +17,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ from cdgrab.runtime.links import agreed
 from cdgrab.runtime.sockets import address_of
 
 SWITCH = "CDGRAB_PIPES"  # 0: gloo exchanges gradients
+MOMENT = 0.1  # seconds in which others find the same connections closed, before this process closes its own
 
 
 class Pipes:
@@ -98,6 +100,7 @@ class Pipes:
         try:
             yield
         except OSError as error:
+            time.sleep(MOMENT)
             poll = select.poll()
             for number in self._ends:
                 poll.register(number, getattr(select, "POLLRDHUP", 0))
