@@ -12,6 +12,7 @@ from sorter_cases import GRADIENT_AWARE, feed, make, make_gradients, run
 
 import cdgrab
 from cdgrab import CdgrabError
+from cdgrab.sorters import balancers
 from cdgrab.sorters.server import OrderServer
 
 ROW_BYTES = 8  # of one row [1, 1] in float64
@@ -269,8 +270,10 @@ def test_bad_options_are_one_sentence(options, message):
         cdgrab.make_sorter("cd_grab", workers=2, units=4, dim=3, **options)
 
 
-def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other():
-    """On a GPU a row by itself is decided in the stream of whoever observes it, a block of rows in another one."""
+@pytest.mark.parametrize("brief", [balancers.BRIEF, 0])
+def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other(brief, monkeypatch):
+    """On a GPU a brief row by itself is decided in the stream of whoever observes it, all others in another one."""
+    monkeypatch.setattr(balancers, "BRIEF", brief)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dim, cuts = 150_000, (0, 2, 8, 9, 11, 12, 24, 25, 26, 32)  # such rows are decided by themselves
     gradients = make_gradients("random", 3, 1, cuts[-1], dim).float()

@@ -68,7 +68,7 @@ class Balancer:
 
     def decide(self, first: int, rows: Tensor) -> Tensor:
         """Signs [n, local workers] of the epoch's rows first, first + 1, …; rows [n, local workers, dim]."""
-        if self._is_quick(rows):
+        if self.is_quick(rows):
             self.decide_row(first, rows)
             return self.found(first, first + 1)
         limits = self.prepare(first, rows)[:, self.group.local]
@@ -89,17 +89,17 @@ class Balancer:
         """Signs [n, 1] of the epoch's rows from `first` to `end`, which `decide_row` has decided."""
         return self._found[first:end]
 
-    def is_brief(self, rows: Tensor) -> bool:
-        """Whether these rows, on a GPU, are not worth another stream."""
-        return rows.nbytes <= BRIEF and self._is_quick(rows)
+    def is_brief(self, row: Tensor) -> bool:
+        """Whether this row, on a GPU, is not worth another stream."""
+        return row.nbytes <= BRIEF
 
     def cleaned(self, rows: Tensor) -> Tensor:
         """On a GPU, these rows with zeros for what is not finite; if they are decided by themselves, that is left to
         the kernel."""
-        left = not rows.is_cuda or (self._is_quick(rows) and 2 * self.size(rows) > self.block_bytes)
+        left = not rows.is_cuda or (self.is_quick(rows) and 2 * self.size(rows) > self.block_bytes)
         return rows if left else rows.nan_to_num_(0.0, 0.0, 0.0)
 
-    def _is_quick(self, rows: Tensor) -> bool:
+    def is_quick(self, rows: Tensor) -> bool:
         """Whether this is a single row, and there is a kernel for one: blocks of rows need larger matrices and more
         launches."""
         alone = self._alone and rows.is_cuda and rows.shape[0] == 1

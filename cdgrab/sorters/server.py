@@ -58,8 +58,8 @@ class OrderServer:
         self._first: int | None = None  # number of the first collected row
         self._next: int | None = None  # number of the row that must come next
         self._running: deque[_Block] = deque()
-        self._decided: list[_Signs | _SignsHere] = []
-        self._here: _SignsHere | None = None  # the last of these, if rows were decided in the training's stream
+        self._decided: list[_Signs | _SignsInTurn] = []
+        self._in_turn: _SignsInTurn | None = None  # the last of these, if single rows were decided on a GPU
         self._handing_over = False
 
     def submit(self, first: int, rows: Tensor) -> None:
@@ -125,7 +125,7 @@ class OrderServer:
         self.flush()
         while self._running:
             self._wait_for_oldest()
-        decided, self._decided, self._here = self._decided, [], None
+        decided, self._decided, self._in_turn = self._decided, [], None
         if not decided:
             return None
         if self._last:
@@ -133,10 +133,13 @@ class OrderServer:
         return decided[0].first, torch.cat([some.signs() for some in decided]).cpu()
 
     def drain(self) -> None:
-        """Return when nothing is being decided. Errors are raised by `result`."""
+        """Return when nothing is being decided; what is queued on a GPU from now on comes after that. Errors are raised by
+        `result`."""
         for block in self._running:
             with contextlib.suppress(Exception):
                 block.wait()
+        if self._last:
+            _follow(self._last)
 
     def _waiting_bytes(self) -> int:
         return sum(block.size for block in self._running)
@@ -157,35 +160,37 @@ class OrderServer:
             signs = self._balancer.decide(first, rows)
             self._decided.append(_Signs(first, lambda: signs))
             self._spares = [(rows, None)]
-        elif rows.is_cuda:
-            brief = self._balancer.is_brief(rows)
-            self._decide_here(first, rows) if brief else self._decide_beside(first, rows)
-        else:
+        elif not rows.is_cuda:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
             found = _Signs(first, future.result)
             self._running.append(_Block(found, rows, rows.nbytes, future.result, future.result, future.done))
+        elif self._balancer.is_quick(rows):
+            self._decide_row(first, rows)
+        else:
+            self._decide_block(first, rows)
 
-    def _decide_here(self, first: int, row: Tensor) -> None:
-        """In the training's stream: to lead a brief row to another one takes the host longer than the GPU takes for
-        the row. Nobody has to wait for it but in another stream."""
-        stream = torch.cuda.current_stream(row.device)
-        if self._follow_last(stream):
+    def _decide_row(self, first: int, row: Tensor) -> None:
+        """On a GPU. A brief row in the training's stream: to lead it to another one takes the host longer than the GPU
+        takes for the row. Nobody has to wait but for its memory, in another stream."""
+        current = torch.cuda.current_stream(row.device)
+        beside = not self._balancer.is_brief(row)
+        stream = self._after(current) if beside else current
+        if self._follow_last(stream) or beside:
             row.record_stream(stream)  # in which it may not have been allocated
         while self._running:  # this stream follows theirs now
             self._retire()
-        with torch.cuda.device(row.device):
+        with torch.cuda.stream(stream) if beside else torch.cuda.device(row.device):
             self._balancer.decide_row(first, row)
-        if self._here is None or self._decided[-1] is not self._here:
-            self._here = _SignsHere(self._balancer, first, first)
-            self._decided.append(self._here)
-        self._here.end = first + 1
+        if self._in_turn is None or self._decided[-1] is not self._in_turn:
+            self._in_turn = _SignsInTurn(self._balancer, first, first)
+            self._decided.append(self._in_turn)
+        self._in_turn.end = first + 1
         self._spares = [(row, stream)]
 
-    def _decide_beside(self, first: int, rows: Tensor) -> None:
-        """In a stream beside the training's."""
-        self._side = stream = self._side or torch.cuda.Stream(rows.device)
-        stream.wait_stream(torch.cuda.current_stream(rows.device))
+    def _decide_block(self, first: int, rows: Tensor) -> None:
+        """On a GPU, in a stream beside the training's."""
+        stream = self._after(torch.cuda.current_stream(rows.device))
         self._follow_last(stream)
         with torch.cuda.stream(stream):
             signs = self._balancer.decide(first, rows)
@@ -194,6 +199,12 @@ class OrderServer:
         hand_over = partial(_wait_in_stream, done, rows.device)
         found = _Signs(first, lambda: signs)
         self._running.append(_Block(found, rows, rows.nbytes, done.synchronize, hand_over, done.query))
+
+    def _after(self, current: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The stream beside the training's: what is queued there from now on comes after what is queued in this one."""
+        self._side = self._side or torch.cuda.Stream(current.device)
+        self._side.wait_stream(current)
+        return self._side
 
     def _follow_last(self, stream: torch.cuda.Stream) -> bool:
         """What was decided in another stream comes first. Returns whether there may be any such rows."""
@@ -213,8 +224,8 @@ class _Signs(NamedTuple):
 
 
 @dataclass(eq=False)
-class _SignsHere:
-    """The same of rows that were decided in the training's stream, one after the other."""
+class _SignsInTurn:
+    """The same of rows that were decided by themselves, one after the other."""
 
     balancer: Balancer
     first: int

@@ -66,7 +66,7 @@ CASES = {
 EPOCHS = {"smoke": 2, "quick": 20, "full": 30}  # at most, and
 SECONDS = {"smoke": 2, "quick": 12, "full": 60}  # for both scripts together, but at least
 FEWEST = {"smoke": 2, "quick": 8, "full": 12}
-ON_GPU = 0.5  # of these seconds: steps vary less there
+MORE_ON_GPU = 2  # times as many epochs at most: steps are shorter there, and vary more
 STEPS = {"smoke": 4, "quick": 20, "full": 40}  # divided by
 SLOWER = {"convolutional": 4, "gpt2": 2, "resnet50": 2}
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
@@ -106,8 +106,8 @@ def _steps(case: Case, device: str, size: str) -> dict:
     if case.gigabits and (reason := hosts.why_not()):
         return row | {"skipped": reason}
     steps = max(STEPS["smoke"], STEPS[size] // SLOWER.get(case.model, 1))
-    seconds = SECONDS[size] * (ON_GPU if device == "cuda" else 1.0)
-    limits = (steps, FEWEST[size], EPOCHS[size], seconds)
+    most = EPOCHS[size] * (MORE_ON_GPU if device == "cuda" else 1)
+    limits = (steps, FEWEST[size], most, SECONDS[size])
     if device == "cuda" and case.processes == 1:  # processes take long to start there
         every = [_measured(SCRIPTS, case.model, device, case.sketch, *limits)]
     else:
@@ -192,6 +192,8 @@ def _measured(
     def make(each: str) -> tuple[Callable[[], None], int]:
         return script(MODELS[name], device, steps, each == "ours", sketch)
 
+    if device == "cuda":  # libraries keep memory of their own from their first call on
+        script(TINY, device, 4, False, sketch)[0]()
     peaks = {each: _peak_alone(make, each) for each in scripts if device == "cuda"}
     memory = _memory() if device == "cpu" and len(scripts) == 1 else None
     made = {each: make(each) for each in scripts}
@@ -252,15 +254,16 @@ def _memory() -> Memory | None:
 
 
 def _peak_alone(make: Callable[[str], tuple[Callable[[], None], int]], each: str) -> int:
-    """Bytes that this script needs on a GPU."""
+    """Bytes that this script needs on a GPU, as asked for: large pieces of memory are rounded up to 2 MB, or not, as it
+    happens."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     train, _ = make(each)
     for _ in range(2):
         train()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 def _meet() -> None:
