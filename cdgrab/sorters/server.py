@@ -133,8 +133,8 @@ class OrderServer:
         return decided[0].first, torch.cat([some.signs() for some in decided]).cpu()
 
     def drain(self) -> None:
-        """Return when nothing is being decided; what is queued on a GPU from now on comes after that. `result` raises the
-        errors."""
+        """Return when nothing is being decided; what is queued on a GPU from now on comes after that. `result` raises
+        the errors."""
         for block in self._running:
             with contextlib.suppress(Exception):
                 block.wait()
