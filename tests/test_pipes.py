@@ -15,8 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cdgrab.balance import kernels
 from cdgrab.runtime import flows, pipes, sockets
+from cdgrab.runtime.averages import Averages
+from cdgrab.runtime.group import WHOLE, WorkerGroup
 from cdgrab.runtime.mean import mean_of_rows
+from cdgrab.runtime.pieces import Piece
 
 SECONDS = 30.0
 
@@ -50,22 +54,34 @@ def in_threads(work, count):
     return found
 
 
-def averaged(one, vectors, widths, late):
-    """This process's part in averaging all vectors, two at once at most; returns what it was shown of everybody's."""
-    rank, shown, running = one._rank, [[] for _ in vectors], []
+def flow_of(one, vector, widths, prepare):
+    return one.whole(vector, prepare) if widths is None else one.divided(vector, widths, prepare)
+
+
+def averaged(one, vectors, widths, late=0.0, steps=1):
+    """This process's part in averaging all vectors, two at once at most; in every step, the same flows average what the
+    last one has left, times its rank and one. Returns what it was shown of everybody's."""
+    rank, shown, flows = one._rank, [[] for _ in vectors], []
     for number, (vector, its) in enumerate(zip(vectors, widths, strict=True)):
 
-        def compute(rows, start, number=number):
-            shown[number].append((start, torch.stack([row.clone() for row in rows])))
-            rows[rank].copy_(mean_of_rows(torch.stack(rows), torch.empty_like(rows[rank])))
+        def prepare(rows, start, number=number):
+            def average():
+                shown[number].append((start, torch.stack([row.clone() for row in rows])))
+                rows[rank].copy_(mean_of_rows(torch.stack(rows), torch.empty_like(rows[rank])))
 
-        time.sleep(late)
-        begin = one.begin_whole if its is None else lambda vector, call, its=its: one.begin(vector, its, call)
-        running.append(begin(vector, compute))
-        while len([flow for flow in running if flow.left]) > 1:
+            return average
+
+        flows.append(flow_of(one, vector, its, prepare))
+    for step in range(steps):
+        for flow, vector in zip(flows, vectors, strict=True):
+            time.sleep(late)
+            if step:
+                vector *= rank + 1
+            one.begin(flow)
+            while len([flow for flow in flows if flow.left]) > 1:
+                one.turn()
+        while any(flow.left for flow in flows):
             one.turn()
-    while any(flow.left for flow in running):
-        one.turn()
     return shown
 
 
@@ -84,15 +100,21 @@ def test_everybody_gets_the_mean_and_its_share_of_everything(data):
     sent = [torch.stack([vectors[i] for vectors in every]) for i in range(len(lengths))]
     with mock.patch.object(flows, "CHUNK", room * count):
         joined = connected(count)
-    shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank), count)
-    for rank, its in enumerate(shown):
-        for vector, rows, widths, chunks in zip(every[rank], sent, shapes, its, strict=True):
-            assert torch.equal(vector, mean_of_rows(rows, torch.empty_like(vector)))
-            first = 0 if widths is None else sum(widths[:rank])
-            width = len(vector) if widths is None else widths[rank]
-            assert [start for start, _ in chunks] == ([0] if widths is None else list(range(0, width, chunk)))
-            seen = torch.cat([rows[:, :0], *(chunk for _, chunk in chunks)], 1)
-            assert torch.equal(seen, rows[:, first : first + width])
+    steps = data.draw(st.integers(1, 3))
+    shown = in_threads(lambda rank: averaged(joined[rank], every[rank], shapes, 1e-3 * late * rank, steps), count)
+    for i, widths in enumerate(shapes):
+        for step in range(steps):
+            mean = mean_of_rows(sent[i], torch.empty_like(sent[i][0]))
+            for rank, its in enumerate(shown):
+                first = 0 if widths is None else sum(widths[:rank])
+                width = len(mean) if widths is None else widths[rank]
+                starts = [0] if widths is None else list(range(0, width, chunk))
+                chunks = its[i][step * len(starts) : (step + 1) * len(starts)]
+                assert [start for start, _ in chunks] == starts and len(its[i]) == steps * len(starts)
+                seen = torch.cat([sent[i][:, :0], *(chunk for _, chunk in chunks)], 1)
+                assert torch.equal(seen, sent[i][:, first : first + width])
+            sent[i] = torch.stack([mean * (rank + 1) for rank in range(count)])
+        assert all(torch.equal(vectors[i], mean) for vectors in every)
     for one in joined:
         one.close()
 
@@ -102,12 +124,46 @@ def test_more_than_the_connections_hold():
     joined, length = connected(2), 2**21
     every = [torch.randn(length) for _ in range(2)]
     wanted = mean_of_rows(torch.stack(every), torch.empty(length))
-    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[length // 2] * 2], 0.0), 2)
+    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[length // 2] * 2]), 2)
     assert all(torch.equal(vector, wanted) for vector in every)
 
 
-def nothing(rows, start):
-    """What `begin` is to call."""
+@pytest.mark.parametrize("compiled", [True, False])
+def test_buckets_may_move_from_step_to_step(compiled):
+    """Flows of buckets that stay where they were are used again."""
+    joined, length, places = connected(2), WHOLE, [0, 0, 0, 1, 1, 0, 0, 0, 0]
+    every = torch.randn(2, len(places), length)
+    averaging = kernels.optional("shared").averaging if compiled else lambda *_: None
+    made = []
+
+    def work(rank):
+        group = WorkerGroup(2, rank, 2)
+        averages = Averages(group, None, None, mean_of_rows, averaging)
+        averages.pipes, buffers = joined[rank], torch.empty(2, length)
+        piece = Piece(slice(0, length), [slice(0, length)], group.widths(length))
+        found = []
+        for gradient, place in zip(every[rank], places, strict=True):
+            buffers[place] = gradient
+            for _ in averages.average(buffers[place], piece):
+                """Nothing else is to be done meanwhile."""
+            found.append(buffers[place].clone())
+        return found
+
+    divided = pipes.Pipes.divided
+    with mock.patch.object(pipes.Pipes, "divided", lambda self, *rest: made.append(self) or divided(self, *rest)):
+        first, second = in_threads(work, 2)
+    for step, mean in enumerate(first):
+        assert torch.equal(mean, mean_of_rows(every[:, step], torch.empty(length)))
+        assert torch.equal(mean, second[step])
+    assert len(made) == 2 * 6  # the third step makes none, nor do the last two
+
+
+def begun(one, length):
+    """A flow of this length, of which everybody has as much, and nobody computes anything."""
+    count = len(one.shares) + 1
+    flow = one.divided(torch.ones(length), [length // count] * count, lambda rows, start: lambda: None)
+    one.begin(flow)
+    return flow
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -117,13 +173,13 @@ def test_whoever_is_gone_is_named(when):
     with pytest.raises(RuntimeError, match="the connection to rank 2 is closed"):
         if when == "before":
             gone.close()
-        flow = one.begin(torch.ones(9), [3, 3, 3], nothing)
-        other.begin(torch.ones(9), [3, 3, 3], nothing)
+        flow = begun(one, 9)
+        begun(other, 9)
         gone.close()
         while flow.left:
             one.turn()
     one.close()
-    for once_more in (one.turn, lambda: one.begin(torch.ones(9), [3, 3, 3], nothing)):
+    for once_more in (one.turn, lambda: begun(one, 9)):
         with pytest.raises(RuntimeError, match="closed before"):
             once_more()
 
@@ -131,7 +187,7 @@ def test_whoever_is_gone_is_named(when):
 def test_all_who_are_gone_are_named():
     """Some are, because others were, and who was the first to go cannot be told."""
     one, *others = connected(4)
-    flow = one.begin(torch.ones(8), [2, 2, 2, 2], nothing)
+    flow = begun(one, 8)
     for other in reversed(others[:2]):
         other.close()
     with pytest.raises(RuntimeError, match="the connections to ranks 1, 2 are closed"):
@@ -141,22 +197,22 @@ def test_all_who_are_gone_are_named():
 
 def test_whoever_is_silent_is_named():
     one, *_ = connected(3, patience=0.1)
-    one.begin(torch.ones(9), [3, 3, 3], nothing)
+    begun(one, 9)
     with pytest.raises(RuntimeError, match=r"waited 0\.1 seconds for ranks 1, 2"):
         one.turn()
 
 
 def test_other_gradients_are_refused():
     one, other = connected(2)
-    other.begin(torch.ones(10), [5, 5], nothing)
-    one.begin(torch.ones(8), [4, 4], nothing)
+    begun(other, 10)
+    begun(one, 8)
     with pytest.raises(RuntimeError, match="rank 1 exchanges other gradients than rank 0"):
         one.turn()
 
 
 def test_who_waits_can_be_woken():
     one, _ = connected(2)
-    one.begin(torch.ones(8), [4, 4], nothing)
+    begun(one, 8)
     threading.Timer(0.2, one.wake).start()
     start = time.monotonic()
     one.turn()
@@ -202,7 +258,7 @@ def test_processes_connect_though_strangers_knock(monkeypatch):
     groups = Processes(3).groups
     joined = in_threads(lambda rank: pipes.connect(groups[rank]), 3)
     every = [torch.full((9,), float(rank)) for rank in range(3)]
-    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[2, 3, 4]], 0.0), 3)
+    in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[2, 3, 4]]), 3)
     assert len(strangers) == 9 and torch.equal(torch.stack(every), torch.ones(3, 9))
     for one in (*joined, *strangers):
         one.close()

@@ -163,6 +163,17 @@ def test_the_compiled_loop_has_the_bits_of_the_mean(count, dtype):
     assert not kept.any()
 
 
+def test_the_compiled_loop_writes_the_mean_to_one_row_alone():
+    rows, parts = torch.randn(4, 7), [(0, 2, 0), (3, 4, 2)]
+    before, inside = rows.clone(), [0, 1, 3, 4, 5, 6]
+    average = kernels.optional("shared").averaging(rows.unbind(), parts, 2)
+    for _ in range(2):  # of what is there each time
+        mean = mean_of_rows(rows, torch.empty(7))
+        assert average(None, False) and torch.equal(rows[2, inside], mean[inside])
+    rows[2, inside] = before[2, inside]
+    assert torch.equal(rows, before)
+
+
 @pytest.mark.parametrize("part", [[0, 9, 0], [-1, 2, 0], [0, 2, 3], [8, 1, 0]])
 def test_the_compiled_loop_stays_inside(part):
     rows, kept = torch.ones(2, 8), torch.ones(2, 4)

@@ -42,6 +42,7 @@ from cdgrab.dropin.refusals import (
 )
 from cdgrab.dropin.sharded import ShardedGradients
 from cdgrab.errors import CdgrabError, NotFiniteError
+from cdgrab.runtime.averages import Compiled
 from cdgrab.runtime.ddp import BucketHook, Collected
 from cdgrab.runtime.division import Division
 from cdgrab.runtime.fsdp import is_sharded, sharded_modules
@@ -94,7 +95,7 @@ class ObservedModel:
             average = Collected(self.parameters, partial(_sparse_average, ledger, observer))
             self._hook = BucketHook(self.parameters, average, self.sparsifier)
         elif self._parallel and (observer or compress):
-            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows, _at_once)
+            self._hook = OverlappingHook(self.parameters, group, observer, WIRE[compress], _mean_of_rows, _averaging)
 
     @property
     def model(self) -> nn.Module | None:
@@ -300,9 +301,9 @@ def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
     return compiled.mean_of_rows(rows, out) if few and (compiled := optional("cpu")) else mean_of_rows(rows, out)
 
 
-def _at_once(rows: list[Tensor], parts: list[tuple[int, int, int]], kept: Tensor | None, subtract: bool) -> bool | None:
+def _averaging(rows: list[Tensor], parts: list[tuple[int, int, int]], only: int | None) -> Compiled | None:
     compiled = optional("shared")
-    return compiled.average_and_take(rows, parts, kept, subtract) if compiled and compiled.takes(rows, kept) else None
+    return compiled.averaging(rows, parts, only) if compiled and compiled.takes(rows) else None
 
 
 def _sparse_average(ledger: Ledger, observer: ParallelGradients | None, gradient: Tensor) -> Tensor:

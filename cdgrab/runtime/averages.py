@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from cdgrab.runtime.exchange import Exchange, gathered, traffic_of
+from cdgrab.runtime.flows import Flow
 from cdgrab.runtime.group import WorkerGroup, named
 from cdgrab.runtime.observer import Observer
 from cdgrab.runtime.pieces import Part, Piece, by_owner, clipped, joined, put_back
@@ -18,8 +20,12 @@ from cdgrab.runtime.pipes import Pipes
 
 CHUNK = 2**16  # coordinates that are averaged at a time in shared memory: what is read stays in a cache
 
-Rows = list[tuple[int, int, int]]  # where coordinates start, how many there are, and where they are kept
-AtOnce = Callable[[list[Tensor], Rows, Tensor | None, bool], bool | None]
+# To average these rows and, if something is given, to write them there or subtract them from it; returns whether all
+# numbers were finite.
+Compiled = Callable[[Tensor | None, bool], bool]
+# For rows whose memory stays: of which coordinates, where they start, how many there are, and where they are kept. The
+# mean is written to the one that is named, or to all. Returns None if there is no compiled loop; see `kernels.shared`.
+Averaging = Callable[[list[Tensor], list[tuple[int, int, int]], int | None], Compiled | None]
 Mean = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -29,10 +35,12 @@ class Averages:
     other processes may have begun the next one."""
 
     def __init__(
-        self, group: WorkerGroup, observer: Observer | None, wire: torch.dtype | None, mean: Mean, at_once: AtOnce
+        self, group: WorkerGroup, observer: Observer | None, wire: torch.dtype | None, mean: Mean, averaging: Averaging
     ) -> None:
-        self._group, self._observer, self._wire, self._mean, self._at_once = group, observer, wire, mean, at_once
+        self._group, self._observer, self._wire, self._mean, self._averaging = group, observer, wire, mean, averaging
         self.pipes: Pipes | None = None
+        # where each piece was, what of it is kept, and its flow, if it was there twice
+        self._flows: WeakKeyDictionary[Piece, tuple[int, list[Part], Flow | None]] = WeakKeyDictionary()
         self.begin_step("nothing")
 
     def begin_step(self, wanted: str) -> None:
@@ -45,7 +53,8 @@ class Averages:
         """In shared memory: this process's coordinates of these pieces of everybody's bucket."""
         self._make_room()
         group, rank = self._group, self._group.rank
-        if not self._compiled(every, [piece.own(rank) for piece in pieces]):
+        compiled = self._averaging(every, [piece.own(rank) for piece in pieces], None)
+        if not (compiled and self._kept_by(compiled, every[rank].dtype)):
             for some, place in (part for piece in pieces for part in piece.chunks(rank, CHUNK)):
                 parts = [row[some] for row in every]
                 rows = torch.stack(parts)
@@ -68,30 +77,41 @@ class Averages:
 
     def _through_pipes(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
-        divides = group.divides(len(buffer))
-        widths = piece.widths
-        if not divides:
-            sent = buffer if self._wire is None else buffer.to(self._wire)
-            out = None if sent is buffer else buffer
-            write = partial(self._write, self._mine(piece, owned), buffer.dtype, out)
-            begin = partial(self.pipes.begin_whole, sent, write)
-        else:
-            whole, widths = (buffer, widths) if owned is None else by_owner(buffer, owned)
-            sent = whole if self._wire is None else whole.to(self._wire)
-            mine = self._mine(piece, owned) if owned is None else joined(owned[group.rank])
-            begin = partial(self.pipes.begin, sent, widths, partial(self._write, mine, buffer.dtype, None))
+        flow, sent, widths = self._flow(buffer, piece, owned)
         with group.traffic.collective("exchange"):
-            flow = begin()
+            self.pipes.begin(flow)
         number = group.traffic.calls
         yield True
         self._make_room()
-        while flow.left:  # what another job waits for may be what this one needs
-            with named("exchange", number):
+        with named("exchange", number):
+            while flow.left:  # what another job waits for may be what this one needs
                 self.pipes.turn()
-            yield True
-        if divides:
+                yield True
+        if group.divides(len(buffer)):
             self._put_back(buffer, owned, sent)
         group.traffic.sent += traffic_of(group, widths, sent.element_size())
+
+    def _flow(self, buffer: Tensor, piece: Piece, owned: list[list[Part]] | None) -> tuple[Flow, Tensor, list[int]]:
+        """Of a bucket, what is sent, how it is divided, and its flow: that of an earlier step, if all is where it was
+        then. DDP moves its buckets after the first step, and a flow holds on to their memory."""
+        group, whole, widths = self._group, buffer, piece.widths
+        if not group.divides(len(buffer)):
+            sent = buffer if self._wire is None else buffer.to(self._wire)
+            out = None if sent is buffer else buffer
+            prepare = partial(self._prepared, self._mine(piece, owned), buffer.dtype, out)
+            return self.pipes.whole(sent, prepare), sent, widths
+        if owned is None:
+            mine = self._mine(piece, owned)
+        else:
+            mine, (whole, widths) = joined(owned[group.rank]), by_owner(buffer, owned)
+        sent = whole if self._wire is None else whole.to(self._wire)
+        *before, flow = self._flows.get(piece, (None,))
+        here = [sent.data_ptr(), mine]
+        if flow is None or before != here:
+            flow = self.pipes.divided(sent, widths, partial(self._prepared, mine, buffer.dtype, None))
+        if sent is buffer:
+            self._flows[piece] = *here, flow if before == here else None
+        return flow, sent, widths
 
     def _by_collectives(self, buffer: Tensor, piece: Piece) -> Iterator[bool]:
         group, owned = self._group, self.owned(piece)
@@ -133,34 +153,44 @@ class Averages:
             except Exception as error:
                 self.failed(error)
 
-    def _write(self, mine: list[Part], dtype: torch.dtype, out: Tensor | None, rows: list[Tensor], start: int) -> None:
-        """The mean of rows, from `start` on in what is received, in this type. out: where it goes; None: it takes the
-        place of this process's own row. mine: what of the rows is kept, and where."""
+    def _prepared(
+        self, mine: list[Part], dtype: torch.dtype, out: Tensor | None, rows: list[Tensor], start: int
+    ) -> Callable[[], None]:
+        """Writes the mean of rows, from `start` on in what is received, in this type. out: where it goes; None: it
+        takes the place of this process's own row. mine: what of the rows is kept, and where."""
         own = rows[self._group.rank]
         parts = clipped(mine, start, start + own.shape[0])
-        table = [(lies.start, lies.stop - lies.start, kept.start if kept else 0) for lies, kept in parts]
-        complete = sum([width for _, width, _ in table]) == own.shape[0]
-        if out is None and complete and self._compiled(rows, table):
-            return
-        share = torch.stack(rows).to(dtype)
-        mean = self._mean(share, share.new_empty(len(own)))
-        (own if out is None else out).copy_(mean)
-        self._take(parts, share, mean)
+        table = [_of_row(part) for part in parts]
+        complete = out is None and sum([width for _, width, _ in table]) == own.shape[0]
+        compiled = self._averaging(rows, table, self._group.rank) if complete else None
 
-    def _compiled(self, every: list[Tensor], parts: Rows) -> bool:
-        """By a compiled loop, if there is one: that takes no memory, and a fraction of the time."""
-        wanted = self.wanted == "shares"
-        try:
-            kept, subtract = (self._observer.kept_shares() if wanted else None) or (None, False)
-        except Exception as error:
-            self.failed(error)
-            wanted, kept, subtract = False, None, False
-        if wanted and kept is None:
-            return False
-        finite = self._at_once(every, parts, kept, subtract)
-        if finite is not None and kept is not None:
+        def average() -> None:
+            if compiled and self._kept_by(compiled, own.dtype):
+                return
+            share = torch.stack(rows).to(dtype)
+            mean = self._mean(share, share.new_empty(len(own)))
+            (own if out is None else out).copy_(mean)
+            self._take(parts, share, mean)
+
+        return average
+
+    def _kept_by(self, compiled: Compiled, dtype: torch.dtype) -> bool:
+        """Whether this compiled loop has averaged rows of this type: that takes no memory, and a fraction of the
+        time."""
+        kept, subtract = None, False
+        if self.wanted == "shares":
+            try:
+                found = self._observer.kept_shares()
+            except Exception as error:
+                self.failed(error)
+            else:
+                if found is None or found[0].dtype != dtype:
+                    return False
+                kept, subtract = found
+        finite = compiled(kept, subtract)
+        if kept is not None:
             self._observer.took_shares(finite)
-        return finite is not None
+        return True
 
     def _take(self, parts: list[Part], rows: Tensor, mean: Tensor) -> None:
         if self.wanted != "shares":
@@ -170,3 +200,8 @@ class Averages:
                 self._observer.take_share(place, rows[:, lies], mean=mean[lies])
         except Exception as error:
             self.failed(error)
+
+
+def _of_row(part: Part) -> tuple[int, int, int]:
+    lies, kept = part
+    return lies.start, lies.stop - lies.start, kept.start if kept else 0

@@ -65,7 +65,8 @@ class InThread:
         if idle and self._jobs and self._at_once > 1:
             _go_on(self._jobs.popleft(), self._running)
         self._last = self._pool.submit(_in_turn, self._jobs, self._running, self._at_once)
-        self._wake()
+        if not idle:
+            self._wake()
 
     def call(self, function: Callable[[], None]) -> concurrent.futures.Future:
         """After all jobs."""

@@ -7,29 +7,31 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 CHUNK = 2**19  # bytes of all processes together that are averaged at once
-ENOUGH = CHUNK // 4  # bytes from one process that are worth reading, if as many are expected
+SOME, MUCH = CHUNK // 4, CHUNK // 2  # bytes from one process that are worth reading, if as many are expected
 ALIGNED = 16  # bytes that hold a whole number of numbers of any type
 HEADER = struct.Struct("<qq")  # the flow's number, and how many bytes come
 
 Target = Iterator[memoryview | None]  # where what arrives goes, one place after the other; None: there is no room yet
-Compute = Callable[[list[Tensor], int], None]
+# Of what is averaged at a time: rows of all processes, by rank, and where they begin in this process's share. Returns
+# what is called whenever they have arrived, to write the result where this process's row is.
+Prepare = Callable[[list[Tensor], int], Callable[[], None]]
 
 
 class End:
     """This process's end of a connection: what waits to be sent, and where what arrives goes. room: bytes, for what is
-    to be averaged, of whatever flow: nothing overtakes anything here. full: it has not been averaged yet."""
+    to be averaged, of whatever flow: nothing overtakes anything here. full: it has not been averaged yet. worth: bytes
+    that are worth reading, if as many are expected."""
 
-    def __init__(self, rank: int, one: socket.socket, poll: select.poll, room: int) -> None:
+    def __init__(self, rank: int, one: socket.socket, poll: select.poll, room: int, worth: int) -> None:
         self.rank, self.number = rank, one.fileno()
         self.room, self.full = torch.empty(room, dtype=torch.uint8), False
-        self._socket, self._poll, self._watched = one, poll, 0
-        self._outgoing: deque[tuple[memoryview, Flow]] = deque()
+        self._socket, self._poll, self._worth, self._watched = one, poll, worth, 0
+        self._outgoing: deque[tuple[Sequence[memoryview], Flow]] = deque()
         self._incoming: deque[tuple[Target, Flow]] = deque()
         self._place: memoryview | None = None  # what arrives next goes there
         self._enough = 1  # bytes that have to arrive until the system tells of them
@@ -38,11 +40,11 @@ class End:
     def waits(self) -> bool:
         return bool(self._watched)
 
-    def send(self, some: memoryview, flow: Flow) -> None:
-        flow.left += 1
-        self._outgoing.append((some, flow))
-        if len(self._outgoing) == 1:
-            self._write()
+    def send(self, flow: Flow, *some: memoryview) -> None:
+        rest = some if self._outgoing else self._unsent(some)
+        if rest:
+            flow.left += 1
+            self._outgoing.append((rest, flow))
             self._watch()
 
     def expect(self, target: Target, flow: Flow) -> None:
@@ -53,58 +55,65 @@ class End:
 
     def look_for_room(self) -> None:
         """Where there was none, there may be some now."""
+        if self._place is None:
+            self._find_room()
+            self._watch()
+
+    def go_on(self, events: int) -> None:
+        """The connection can be written to or read from."""
+        if self._place is not None and events != select.POLLOUT:
+            self._read()
+        if self._outgoing:
+            self._write()
+        self._watch()
+
+    def _write(self) -> None:
+        while self._outgoing:
+            some, flow = self._outgoing.popleft()
+            if rest := self._unsent(some):
+                self._outgoing.appendleft((rest, flow))
+                break
+            flow.left -= 1
+
+    def _unsent(self, some: Sequence[memoryview]) -> Sequence[memoryview]:
+        """What of these the system does not take now."""
+        try:
+            sent = self._socket.sendmsg(some)
+        except BlockingIOError:
+            return some
+        return () if sent == sum(map(len, some)) else _without(sent, some)
+
+    def _read(self) -> None:
+        """What has arrived of the next chunk; more would not be worth a turn yet. What follows something short, such as
+        a header, has come with it."""
+        count = 0
+        while self._place is not None and count < len(self._place):
+            try:
+                count = self._socket.recv_into(self._place)
+            except BlockingIOError:
+                break
+            if not count:
+                raise ConnectionResetError
+            if count < len(self._place):
+                self._wait_for(self._place[count:])
+                break
+            self._place = None
+            self._find_room()
+
+    def _find_room(self) -> None:
         while self._place is None and self._incoming:
             target, flow = self._incoming[0]
             try:
                 if (place := next(target)) is None:
                     break
-                self._place = place
-                self._wait_for_enough()
+                self._wait_for(place)
             except StopIteration:
                 self._incoming.popleft()
                 flow.left -= 1
-        self._watch()
 
-    def go_on(self) -> None:
-        """The connection can be written to or read from."""
-        self._read()
-        self._write()
-        self._watch()
-
-    def _write(self) -> None:
-        while self._outgoing:
-            some, flow = self._outgoing[0]
-            if (sent := self._tried(self._socket.send, some)) is None:
-                break
-            if sent < len(some):
-                self._outgoing[0] = some[sent:], flow
-            else:
-                self._outgoing.popleft()
-                flow.left -= 1
-
-    def _read(self) -> None:
-        while self._place is not None:
-            if (count := self._tried(self._socket.recv_into, self._place)) is None:
-                break
-            if not count:
-                raise ConnectionResetError
-            if count < len(self._place):
-                self._place = self._place[count:]
-                self._wait_for_enough()
-                break
-            self._place = None
-            self.look_for_room()
-
-    def _tried(self, transfer: Callable[[memoryview], int], some: memoryview) -> int | None:
-        """How many bytes of these were sent or received; None: the system cannot take or give any now."""
-        try:
-            return transfer(some)
-        except BlockingIOError:
-            return None
-
-    def _wait_for_enough(self) -> None:
-        """A few bytes are not worth a turn: nothing is averaged before all of a chunk is there."""
-        enough = min(ENOUGH, len(self._place))
+    def _wait_for(self, place: memoryview) -> None:
+        """A few bytes are not worth a turn."""
+        self._place, enough = place, min(self._worth, len(place))
         if enough != self._enough:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
             self._enough = enough
@@ -122,15 +131,15 @@ class End:
 class Flow:
     """A vector on its way. left: how many things have not arrived yet, or are not sent."""
 
-    def __init__(self, rank: int, vector: Tensor, compute: Compute) -> None:
-        self._rank, self._vector, self._compute, self.left = rank, vector, compute, 0
+    def __init__(self, rank: int, vector: Tensor) -> None:
+        self._rank, self._vector, self.left = rank, vector, 0
 
-    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
-        """By rank, this process's ends of its connections."""
+    def start(self, number: int) -> None:
+        """Send this process's part, and expect the others'; again, once nothing is left."""
         raise NotImplementedError
 
-    def _greet(self, end: End, number: int, size: int) -> None:
-        end.send(memoryview(HEADER.pack(number, size)), self)
+    def _greet(self, end: End, number: int, some: memoryview) -> None:
+        end.send(self, memoryview(HEADER.pack(number, len(some))), some)
 
     def _greeted(self, end: End, number: int, size: int) -> Iterator[memoryview]:
         """Whoever sends something else is in another step, or has another model."""
@@ -141,50 +150,60 @@ class Flow:
 
 
 class Divided(Flow):
-    """Every process averages its own coordinates of everybody's vector."""
+    """Every process averages its own coordinates of everybody's vector. shares, results: by rank, this process's ends
+    of its connections; widths: how many coordinates each process averages, one behind the other."""
 
-    def __init__(self, rank: int, vector: Tensor, widths: Sequence[int], compute: Compute) -> None:
-        super().__init__(rank, vector, compute)
-        self._parts, self._width = vector.split(list(widths)), widths[rank]
-        self._places = dict(enumerate(zip(accumulate(widths, initial=0), accumulate(widths), strict=False)))
-        self._missing = len(widths) - 1  # processes whose next chunk has not come yet
-
-    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        vector: Tensor,
+        widths: Sequence[int],
+        shares: dict[int, End],
+        results: dict[int, End],
+        prepare: Prepare,
+    ) -> None:
+        super().__init__(rank, vector)
         self._shares, self._results = shares, results
-        whole, size = _bytes_of(self._vector), self._vector.element_size()
-        self._own = _bytes_of(self._parts[self._rank])
-        self._rows = {rank: end.room.view(self._vector.dtype) for rank, end in shares.items()}
-        self._chunk = max([len(row) for row in self._rows.values()], default=1)
+        parts = vector.split(list(widths))
+        self._parts = list(map(_bytes_of, parts))
+        rows = {other: end.room.view(vector.dtype) for other, end in shares.items()}
+        self._rows = {other: _bytes_of(row) for other, row in rows.items()}
+        self._chunk = max(map(len, self._rows.values()), default=1)  # bytes
+        # how each chunk is averaged, and the result
+        self._chunks: list[tuple[Callable[[], None], memoryview]] = []
+        length = self._chunk // vector.element_size()
+        for start in range(0, widths[rank] if shares else 0, length):
+            own = parts[rank][start : start + length]
+            every = [own if other == rank else rows[other][: len(own)] for other in range(len(widths))]
+            self._chunks.append((prepare(every, start), _bytes_of(own)))
+
+    def start(self, number: int) -> None:
+        self._next, self._missing = iter(self._chunks), len(self._shares)  # processes whose next chunk has not come yet
         for rank, end in self._shares.items():
-            start, stop = (size * place for place in self._places[rank])
-            self._greet(end, number, stop - start)
-            end.send(whole[start:stop], self)
+            self._greet(end, number, self._parts[rank])
         for rank, end in self._results.items():
-            start, stop = (size * place for place in self._places[rank])
-            end.expect(iter([whole[start:stop]] if stop > start else []), self)
+            end.expect(iter([self._parts[rank]] if len(self._parts[rank]) else []), self)
         for end in self._shares.values():
             end.expect(self._share_of(end, number), self)
 
     def _share_of(self, end: End, number: int) -> Target:
-        size, row = self._vector.element_size(), _bytes_of(self._rows[end.rank])
-        yield from self._greeted(end, number, self._width * size)
-        for start in range(0, self._width, self._chunk):
+        size, row = len(self._parts[self._rank]), self._rows[end.rank]
+        yield from self._greeted(end, number, size)
+        for start in range(0, size, self._chunk):
             while end.full:
                 yield None
-            yield row[: (self._width - start) * size]
+            yield row[: size - start]
             end.full = True
             self._missing -= 1
             if not self._missing:
-                self._average(start, last=end)
+                self._average(last=end)
 
-    def _average(self, start: int, last: End) -> None:
+    def _average(self, last: End) -> None:
         """A chunk has come from everybody, and from one of them just now: that one goes on by itself."""
-        own = self._parts[self._rank][start : start + self._chunk]
-        size = own.element_size()
-        every = self._rows | {self._rank: own}
-        self._compute([every[rank][: len(own)] for rank in range(len(every))], start)
+        average, result = next(self._next)
+        average()
         for end in self._results.values():
-            end.send(self._own[start * size : (start + len(own)) * size], self)
+            end.send(self, result)
         self._missing = len(self._shares)
         for end in self._shares.values():
             end.full = False
@@ -196,27 +215,38 @@ class Divided(Flow):
 class Whole(Flow):
     """Everybody gets all of everybody's vector, and averages it."""
 
-    def __init__(self, rank: int, vector: Tensor, processes: int, compute: Compute) -> None:
-        super().__init__(rank, vector, compute)
-        self._rows, self._missing = vector.new_empty(processes, len(vector)), processes - 1
+    def __init__(self, rank: int, vector: Tensor, ends: dict[int, End], prepare: Prepare) -> None:
+        super().__init__(rank, vector)
+        self._ends, self._rows = ends, vector.new_empty(len(ends) + 1, len(vector))
+        self._parts, rows = list(map(_bytes_of, self._rows)), list(self._rows)
+        rows[rank] = vector  # its copy may not be sent yet
+        self._average = prepare(rows, 0)
 
-    def start(self, shares: dict[int, End], results: dict[int, End], number: int) -> None:
+    def start(self, number: int) -> None:
+        self._missing = len(self._ends)
         self._rows[self._rank] = self._vector
-        mine = _bytes_of(self._rows[self._rank])
-        for end in shares.values():
-            self._greet(end, number, len(mine))
-            end.send(mine, self)
-        for end in shares.values():
-            end.expect(self._copy_of(end, number, len(mine)), self)
+        for end in self._ends.values():
+            self._greet(end, number, self._parts[self._rank])
+        for end in self._ends.values():
+            end.expect(self._copy_of(end, number), self)
 
-    def _copy_of(self, end: End, number: int, size: int) -> Target:
-        yield from self._greeted(end, number, size)
-        yield _bytes_of(self._rows[end.rank])
+    def _copy_of(self, end: End, number: int) -> Target:
+        part = self._parts[end.rank]
+        yield from self._greeted(end, number, len(part))
+        yield part
         self._missing -= 1
         if not self._missing:
-            rows = list(self._rows)
-            rows[self._rank] = self._vector  # its copy may not be sent yet
-            self._compute(rows, 0)
+            self._average()
+
+
+def _without(count: int, some: Sequence[memoryview]) -> list[memoryview]:
+    """What is left of these without so many bytes at their beginning."""
+    rest = []
+    for part in some:
+        if count < len(part):
+            rest.append(part[count:])
+        count = max(0, count - len(part))
+    return rest
 
 
 def room_for(processes: int) -> int:

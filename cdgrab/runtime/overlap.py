@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from cdgrab.runtime import pipes
-from cdgrab.runtime.averages import AtOnce, Averages
+from cdgrab.runtime.averages import Averages, Averaging
 from cdgrab.runtime.beside import Handed, InThread, OnStream
 from cdgrab.runtime.ddp import after_backward, common_dtype, places, queue_callback, register
 from cdgrab.runtime.division import Division
@@ -43,8 +43,7 @@ LONG_PIECE, OF_THESE = 2**20, 16  # of what is copied there to be sent in anothe
 
 class OverlappingHook:
     """A communication hook. observer: None if nobody but DDP wants the gradients; wire: the type in which numbers are
-    sent, if not their own; mean: `mean_of_rows`, or the same by faster means; at_once: averages rows that lie in shared
-    memory and keeps them, see `kernels.shared`, and returns whether all were finite, or None if it cannot."""
+    sent, if not their own; mean: `mean_of_rows`, or the same by faster means; averaging: see `Averaging`."""
 
     def __init__(
         self,
@@ -53,11 +52,11 @@ class OverlappingHook:
         observer: Observer | None,
         wire: torch.dtype | None = None,
         mean: Callable[[Tensor, Tensor], Tensor] = mean_of_rows,
-        at_once: AtOnce = lambda *_: None,
+        averaging: Averaging = lambda *_: None,
     ) -> None:
         self._places, self._dtype = places(parameters), common_dtype([*parameters, torch.empty(0)])
         self._dim = sum(parameter.numel() for parameter in parameters)
-        self._group, self._observer, self._wire, self._mean, self._at_once = group, observer, wire, mean, at_once
+        self._group, self._observer, self._wire, self._mean, self._averaging = group, observer, wire, mean, averaging
         self._device = parameters[0].device
         self._buckets: list[tuple[tuple[int, ...], list[Piece]]] = []  # parameters, by id, and pieces
         self._regrouped = False  # coordinates are not divided as these buckets want it
@@ -73,7 +72,7 @@ class OverlappingHook:
         on_gpu = self._device.type == "cuda"
         self._beside = OnStream(self._group, self._device) if on_gpu else InThread(self._group)
         group = self._beside.group
-        self._averages = Averages(group, self._observer, self._wire, self._mean, self._at_once)
+        self._averages = Averages(group, self._observer, self._wire, self._mean, self._averaging)
         self._piece = max(LONG_PIECE, -(-self._dim // OF_THESE))
         if on_gpu or group.world_size == 1:
             return
@@ -86,8 +85,9 @@ class OverlappingHook:
         # memory moves only if nobody but DDP knows where it is
         if links := connect(group, wanted=self._wire is None and not model.gradient_as_bucket_view):
             self._sharing = Sharing(group, links)
-            tiny = torch.zeros(group.world_size, 1, dtype=self._dtype)
-            self._at_once(list(tiny), [(0, 0, 0)], None, False)  # compiles, if it has to
+            rows = list(torch.zeros(group.world_size, 1, dtype=self._dtype))
+            if compiled := self._averaging(rows, [(0, 0, 0)], None):
+                compiled(None, False)  # compiles, if it has to
 
     # DDP inspects the signature: the argument must be called `bucket`, without string annotations.
     def communicate(self, bucket):

@@ -19,15 +19,15 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdgrab.runtime import sockets
-from cdgrab.runtime.flows import Compute, Divided, End, Flow, Whole, room_for
+from cdgrab.runtime.flows import MUCH, SOME, Divided, End, Flow, Prepare, Whole, room_for
 from cdgrab.runtime.group import WorkerGroup
 from cdgrab.runtime.links import agreed
 from cdgrab.runtime.sockets import address_of
@@ -50,10 +50,10 @@ class Pipes:
         self.shares: dict[int, End] = {}
         self.results: dict[int, End] = {}
         size = len(connections) + 1
-        lines = (self.shares, room_for(size)), (self.results, 0)
+        lines = (self.shares, room_for(size), SOME), (self.results, 0, MUCH)
         for other in ((rank + i) % size for i in range(1, size)):  # so that not all write to the same one first
-            for (ends, room), one in zip(lines, connections[other], strict=True):
-                ends[other] = self._ends[one.fileno()] = End(other, one, self._poll, room)
+            for (ends, *sizes), one in zip(lines, connections[other], strict=True):
+                ends[other] = self._ends[one.fileno()] = End(other, one, self._poll, *sizes)
                 every.append(one)
         for one in every:
             one.setblocking(False)
@@ -61,22 +61,24 @@ class Pipes:
         self.close = weakref.finalize(self, sockets.close, every)
         sockets.leave_to_parent(self, every)
 
-    def begin(self, vector: Tensor, widths: Sequence[int], compute: Compute) -> Flow:
-        """vector [dim] is overwritten with the result: `widths` tells how many of its coordinates belong to each
-        process, one behind the other. compute(rows, start): called for chunks of this process's share, with those of
-        all processes, by rank; start: where the chunk begins in the share. It writes the result where this process's
-        row is. Call `turn` until `left` of what is returned is 0."""
-        return self._started(Divided(self._rank, vector, widths, compute))
+    def divided(self, vector: Tensor, widths: Sequence[int], prepare: Prepare) -> Flow:
+        """vector [dim] is to be overwritten with the mean: `widths` tells how many of its coordinates belong to each
+        process, one behind the other."""
+        return Divided(self._rank, vector, widths, self.shares, self.results, prepare)
 
-    def begin_whole(self, vector: Tensor, compute: Compute) -> Flow:
-        """The same for a short vector: everybody gets all of it, and computes the result."""
-        return self._started(Whole(self._rank, vector, len(self.shares) + 1, compute))
+    def whole(self, vector: Tensor, prepare: Prepare) -> Flow:
+        """The same for a short vector: everybody gets all of it, and computes the mean."""
+        return Whole(self._rank, vector, self.shares, prepare)
 
-    def _started(self, flow: Flow) -> Flow:
+    def begin(self, flow: Flow) -> None:
+        """Call `turn` until nothing is `left` of it. After that the same flow may begin again."""
+        if not self.close.alive:
+            raise sockets.gone()
         self._begun += 1
-        with self._whoever_is_gone():
-            flow.start(self.shares, self.results, self._begun)
-        return flow
+        try:
+            flow.start(self._begun)
+        except OSError as error:
+            raise self._gone() from error
 
     def turn(self) -> None:
         """Wait until something can go on, or somebody calls `wake`, and let it go on."""
@@ -85,26 +87,22 @@ class Pipes:
         ready = self._poll.poll(min(self._patience, sockets.LONGEST) * 1000)
         if not ready and self._patience <= sockets.LONGEST:
             raise sockets.silent(self._patience, {end.rank for end in self._ends.values() if end.waits})
-        with self._whoever_is_gone():
-            for number, _ in ready:
-                if number == self._woken.fileno():
-                    self._woken.recv(2**10)
-                else:
-                    self._ends[number].go_on()
-
-    @contextmanager
-    def _whoever_is_gone(self) -> Iterator[None]:
-        """Is named, if a connection is closed: one may have been closed because another was."""
-        if not self.close.alive:
-            raise sockets.gone()
         try:
-            yield
+            for number, events in ready:
+                if end := self._ends.get(number):
+                    end.go_on(events)
+                else:
+                    self._woken.recv(2**10)
         except OSError as error:
-            time.sleep(MOMENT)
-            poll = select.poll()
-            for number in self._ends:
-                poll.register(number, getattr(select, "POLLRDHUP", 0))
-            raise sockets.gone(*{self._ends[number].rank for number, _ in poll.poll(0)}) from error
+            raise self._gone() from error
+
+    def _gone(self) -> RuntimeError:
+        """Names whoever is, if a connection is closed: one may have been closed because another was."""
+        time.sleep(MOMENT)
+        poll = select.poll()
+        for number in self._ends:
+            poll.register(number, getattr(select, "POLLRDHUP", 0))
+        return sockets.gone(*{self._ends[number].rank for number, _ in poll.poll(0)})
 
     def wake(self) -> None:
         """From another thread: whoever waits in `turn` has something else to do."""

@@ -32,7 +32,7 @@ def _step(row: dict) -> dict[str, str]:
     model = row.get("model") or f"{row['network']} layers"
     for name, written in WRITTEN.items():
         model = model.replace(name, written)
-    link = f", {row['gigabits']:g} Gbit/s between them" if "gigabits" in row else ""
+    link = f", {row['gigabits']:g} Gbit/s between them, {row['congestion']}" if "gigabits" in row else ""
     return {
         "model": f"{model}, {row['dim'] / 1e6:.3g} M parameters" + (f", {row['sketch']}" if "sketch" in row else ""),
         "processes": f"{row['processes']}{link}",

@@ -45,18 +45,23 @@ from scripts.bench.models import MODELS, TINY, Trained
 
 @dataclass(frozen=True)
 class Case:
-    """gigabits: per second, of each process's link to the others; 0: no limit."""
+    """gigabits: per second, of each process's link to the others; 0: no limit; congestion: how TCP avoids it there."""
 
     model: str
     processes: int = 1
     sketch: str = "none"
     gigabits: float = 0.0
+    congestion: str = ""
 
 
 CASES = {
     "cpu": [
         *(Case("linear", 4), Case("convolutional", 4), Case("mlp", 4), Case("mlp"), Case("mlp", sketch="countsketch")),
-        *(Case(model, 4, gigabits=1.0) for model in ("linear", "convolutional", "mlp")),
+        *(
+            Case(model, 4, gigabits=1.0, congestion=congestion)
+            for congestion in ("cubic", "bbr")  # what Linux does, and what it is often told to do
+            for model in ("linear", "convolutional", "mlp")
+        ),
     ],
     "cuda": [
         *(Case("gpt2"), Case("resnet50"), Case("resnet18, batch 128"), Case("resnet18, batch 32"), Case("mlp")),
@@ -89,7 +94,7 @@ def measure(device: str, size: str) -> Iterator[dict]:
 def describe(row: dict) -> str:
     if row["what"] == "step":
         how = f", sketch={row['sketch']}" if "sketch" in row else ""
-        how += f", links of {row['gigabits']:g} Gbit/s" if "gigabits" in row else ""
+        how += f", links of {row['gigabits']:g} Gbit/s, {row['congestion']}" if "gigabits" in row else ""
         if "skipped" in row:
             return f"a step of {row['model']}, {row['processes']} processes{how}: skipped, {row['skipped']}"
         return STEP.format(**row, how=how)
@@ -102,8 +107,8 @@ def describe(row: dict) -> str:
 def _steps(case: Case, device: str, size: str) -> dict:
     row = {"device": device, "what": "step", "model": case.model, "processes": case.processes}
     row |= {"sketch": case.sketch} if case.sketch != "none" else {}
-    row |= {"gigabits": case.gigabits} if case.gigabits else {}
-    if case.gigabits and (reason := hosts.why_not()):
+    row |= {"gigabits": case.gigabits, "congestion": case.congestion} if case.gigabits else {}
+    if case.gigabits and (reason := hosts.why_not(0.0, case.congestion)):
         return row | {"skipped": reason}
     steps = max(STEPS["smoke"], STEPS[size] // SLOWER.get(case.model, 1))
     most = EPOCHS[size] * (MORE_ON_GPU if device == "cuda" else 1)
@@ -127,7 +132,8 @@ def _steps(case: Case, device: str, size: str) -> dict:
 
 def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
     """What each process finds. On a CPU only new processes tell the memory of each script by itself."""
-    with hosts.hosts(case.processes, case.gigabits * 1e9) if case.gigabits else contextlib.nullcontext():
+    linked = hosts.hosts(case.processes, case.gigabits * 1e9, congestion=case.congestion)
+    with linked if case.gigabits else contextlib.nullcontext():
         start = hosts.run_on_hosts if case.gigabits else under_torchrun
 
         def run(scripts: tuple[str, ...], *limits: object) -> list[dict]:

@@ -30,6 +30,7 @@ from scripts.bench import delay_line
 SWITCH, PORT = "cdgrab-switch", 29400
 LOCK = Path("/run/cdgrab-hosts.lock")  # their names are those of the whole machine; holds the delay line's process
 LINE = "delay"  # its card
+CONGESTION = "/proc/sys/net/ipv4/tcp_{}congestion_control"
 BURST_SECONDS = 2e-3  # of full speed, after a pause: less than a timer's tick would keep the link from its rate
 
 
@@ -42,23 +43,25 @@ def address(rank: int) -> str:
 
 
 @cache
-def why_not(delay_ms: float = 0.0) -> str:
-    """The reason why there can be no such hosts here, or none with this delay; empty if there can."""
+def why_not(delay_ms: float = 0.0, congestion: str = "") -> str:
+    """The reason why there can be no such hosts here, or none with this delay and congestion control; empty if there
+    can."""
     missing = [command for command in ("ip", "tc", *["bridge"] * bool(delay_ms)) if not shutil.which(command)]
     if missing:
         return f"the command {missing[0]} is not installed"
     if os.geteuid():
         return "making network namespaces needs root"
     try:
-        with hosts(1, 1e9, delay_ms):
+        with hosts(1, 1e9, delay_ms, congestion):
             return ""
     except CdgrabError as error:
         return str(error)
 
 
 @contextmanager
-def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0) -> Iterator[None]:
-    """So many hosts, for as long as this lasts. The delay is that of one way, however short: none is 0."""
+def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0, congestion: str = "") -> Iterator[None]:
+    """So many hosts, for as long as this lasts. The delay is that of one way, however short: none is 0. congestion: how
+    TCP avoids it there; empty: as this machine does."""
     names = [SWITCH, *map(host, range(count))]
     with LOCK.open("a") as lock:
         try:
@@ -72,6 +75,8 @@ def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0) -> Iterator
             for name in names:
                 _do("ip", "netns", "add", name)
                 _do("ip", "-n", name, "link", "set", "lo", "up")
+                if congestion:
+                    _avoid(congestion, name)
             _do("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
             _do("ip", "-n", SWITCH, "link", "set", "bridge", "up")
             with _line(delay_ms) if delay_ms and not _kernel_delays() else nullcontext():
@@ -83,6 +88,12 @@ def hosts(count: int, bits_per_second: float, delay_ms: float = 0.0) -> Iterator
             LOCK.write_text("")
             for name in names:
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _avoid(congestion: str, name: str) -> None:
+    if congestion not in Path(CONGESTION.format("allowed_")).read_text().split():
+        raise CdgrabError(f"TCP may not use {congestion} here: it is not in net.ipv4.tcp_allowed_congestion_control")
+    _do("ip", "netns", "exec", name, "sh", "-c", f"echo {congestion} > {CONGESTION.format('')}")
 
 
 def _kernel_delays() -> bool:

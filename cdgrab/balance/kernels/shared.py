@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from cdgrab.balance.kernels.cpu import can_keep_code
 
 CHUNK = 2**11  # coordinates; this many of some rows fit into the fastest cache
 NOTHING, FIRST, SECOND = 0, 1, 2
+ALL = -1  # rows
 
 _plain = njit(cache=can_keep_code(), nogil=True)  # sums must have the bits of `cdgrab.runtime.mean`
 
@@ -70,7 +71,7 @@ def _take(row, kept, how, finite):
 
 
 @_plain
-def _average_and_take(rows, parts, count, kept, how):
+def _average_and_take(rows, parts, count, kept, how, only):
     sums, every = np.empty((len(rows), CHUNK), rows[0].dtype), True
     for part in range(len(parts)):
         first, width, place = parts[part]
@@ -82,7 +83,8 @@ def _average_and_take(rows, parts, count, kept, how):
                 row = rows[i][start : start + size]
                 if how != NOTHING:
                     _take(row, kept[i, there : there + size], how, finite)
-                _write(sums[0, :size], row)
+                if only in (i, ALL):
+                    _write(sums[0, :size], row)
             every &= finite
     return every
 
@@ -94,18 +96,34 @@ def average_and_take(
     they are written to kept [rows, width], or subtracted from it, zeros instead of numbers that are not finite. parts:
     of which coordinates, where they start, how many there are, and where they are kept. Returns whether all were
     finite."""
-    every = tuple([row.numpy() for row in rows])
-    dim, how = every[0].size, NOTHING if kept is None else SECOND if subtract else FIRST
+    return averaging(rows, parts)(kept, subtract)
+
+
+def averaging(
+    rows: Sequence[Tensor], parts: Sequence[tuple[int, int, int]], only: int | None = None
+) -> Callable[[Tensor | None, bool], bool]:
+    """The same as a function of kept and subtract, for rows that stay where they are as long as it is used. only: the
+    row whose place the mean takes, if it does not take that of all."""
+    every, table = tuple([row.numpy() for row in rows]), np.array(parts, int).reshape(-1, 3)
+    dim, count = every[0].size, every[0].dtype.type(len(every))
     if any([row.shape != (dim,) for row in every]):
         raise ValueError(f"rows must have shape [{dim}], got {[row.shape for row in every]}")
-    into = np.empty((len(every), 0), every[0].dtype) if kept is None else kept.numpy()
-    room = into.shape[1] if len(into) == len(every) else -1
-    for start, width, place in parts:
-        if min(start, width, place) < 0 or start + width > dim or (how and place + width > room):
-            raise ValueError("parts are outside of rows, or of what is kept")
-    return _average_and_take(every, np.array(parts).reshape(-1, 3), every[0].dtype.type(len(every)), into, how)
+    if (table < 0).any() or (table[:, 0] + table[:, 1] > dim).any():
+        raise ValueError("parts are outside of rows")
+    into_rows = ALL if only is None else only
+    needed, nowhere = (table[:, 1] + table[:, 2]).max(initial=0), np.empty((len(every), 0), every[0].dtype)
+
+    def average(kept: Tensor | None, subtract: bool) -> bool:
+        if kept is None:
+            return _average_and_take(every, table, count, nowhere, NOTHING, into_rows)
+        into = kept.numpy()
+        if into.shape[0] != len(every) or into.shape[1] < needed:
+            raise ValueError("parts are outside of what is kept")
+        return _average_and_take(every, table, count, into, SECOND if subtract else FIRST, into_rows)
+
+    return average
 
 
-def takes(rows: Sequence[Tensor], kept: Tensor | None) -> bool:
-    """Whether there is a compiled loop for these types."""
-    return rows[0].dtype in (torch.float32, torch.float64) and (kept is None or kept.dtype == rows[0].dtype)
+def takes(rows: Sequence[Tensor]) -> bool:
+    """Whether there is a compiled loop for their type."""
+    return rows[0].dtype in (torch.float32, torch.float64)
