@@ -1,13 +1,7 @@
 """Benchmarks: rows with the agreed keys, numbers that can be computed by hand, figures drawn from smoke results."""
 
-import importlib.machinery
 import importlib.metadata
 import json
-import mmap
-import os
-import sys
-import time
-import types
 
 import IPython.display as notebook_display
 import pytest
@@ -16,13 +10,11 @@ from process_runs import TRAFFIC
 
 from cdgrab.balance import kernels
 from cdgrab.errors import CdgrabError
-from experiments.report import figures_bench, notebook, plots
+from experiments.report import notebook, plots
 from experiments.store import bench as bench_results
 from experiments.store import files
 from experiments.studies import timing
-from experiments.tasks import make_task
-from experiments.training.config import compose
-from scripts.bench import balance, dropin, epoch, fleet, flips, measure, memory, models, peers, traffic
+from scripts.bench import balance, dropin, epoch, fleet, flips, measure, memory, models, traffic
 from scripts.bench.__main__ import main
 
 KEYS = {  # as the issue names them
@@ -224,16 +216,6 @@ def test_notebooks_draw_smoke_results(results, monkeypatch):
     assert drawn == {f"overhead_{name}-cpu" for name in ("balance", "epoch", "traffic")} | {"fig8_memory-cpu"}
 
 
-def test_papers_extra_memory():
-    extra = figures_bench.papers_mib()["CD-GraB"] - figures_bench.papers_mib()["D-RR"]
-    assert extra.round(2).to_dict() == {
-        "Optimizer": 0.0,
-        "Forward & Backward": 0.0,
-        "Communication": 16.51,
-        "Dataset Sorter": 4.33,
-    }
-
-
 def test_epochs_are_measured(tmp_path):
     timing.main(str(tmp_path / "found"), "1", "0", "size=smoke", "device=cpu", "data=embedded", "workers=2")
     row = epoch._row(json.loads((tmp_path / "found0").read_text()))
@@ -241,147 +223,3 @@ def test_epochs_are_measured(tmp_path):
     for sorter in timing.SORTERS:
         assert 0 < sum(row[f"{sorter}_phases"].values()) <= row[f"{sorter}_s"] * 1.001
     assert row["ratio"] == pytest.approx(row["cd_grab_s"] / row["d_rr_s"], rel=1e-3)
-
-
-def test_memory_is_measured(tmp_path, monkeypatch):
-    settings = ["task=lstm_wiki2", "size=smoke", "task.limit=4", "workers=1", "device=cpu", "data=embedded"]
-    trained = []
-
-    def train_epoch(trainer, order, epoch, **settings):
-        trained.append(order)
-        return timing.train_epoch(trainer, order, epoch, **settings)
-
-    monkeypatch.setattr(memory, "train_epoch", train_epoch)
-    memory.main(str(tmp_path / "found"), *settings, "sorter=cd_grab")
-    run = compose(settings)
-    model = make_task(run.config, run.source, torch.device("cpu")).model
-    found = json.loads((tmp_path / "found0").read_text())
-    assert found["dim"] == sum(parameter.numel() for parameter in model.parameters())
-    floats, uses = 4 * found["dim"], found["uses"]
-    assert uses["model"] == floats < uses["optimiser"] < 5 * floats  # momentum, and what a step needs
-    assert uses["gradients"] > floats and uses["ordering"] >= 2 * floats  # the running sum is of 8 bytes
-    assert len(trained) == memory.EPOCHS + 1 and all(sorted(order[0].tolist()) == [0, 1, 2, 3] for order in trained)
-
-
-def test_uses_are_the_most_that_a_phase_needs_beyond_what_is_there(monkeypatch):
-    """Allocations as a GPU would count them: [there when a phase ends, the most within it], in bytes."""
-    seen = iter([(100, 0), (150, 400), (120, 130), (120, 420), (90, 150)])
-    there, most = next(seen)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: there)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
-    clock = memory.GpuUses()
-    for phase in ("gradients", "optimiser", "gradients", "optimiser"):
-        there, most = next(seen)
-        clock.lap(phase)
-    assert (clock.most["gradients"], clock.most["optimiser"], clock.most["data"]) == (300, 30, 0)
-
-
-def test_uses_on_a_cpu_are_those_of_tensors_that_come_and_go():
-    clock, kept = memory.CpuUses(), []
-    for size in (100, 1000):
-        passing = torch.empty(size, 1000)
-        kept.append(torch.empty(size, 500))
-        del passing
-        clock.lap("gradients")
-        kept[-1].add_(torch.empty(size, 500))
-        clock.lap("optimiser")
-    most = clock.most
-    assert [most[phase] // 1000 for phase in ("gradients", "optimiser", "data")] == [6000, 2000, 0]
-
-
-def test_peaks_count_what_was_there_and_is_gone():
-    room = memory.peak() - memory.resident("VmRSS")
-    before = memory.peak()
-    watched = dropin.Memory([os.getpid()])
-    with mmap.mmap(-1, room + 2**26, flags=mmap.MAP_PRIVATE) as block:  # the allocator may keep memory that was freed
-        block[::4096] = b"x" * -(-len(block) // 4096)
-        time.sleep(0.1)
-    assert 2**26 - 2**22 <= memory.peak() - before <= 2**26 + 2**24
-    assert 2**26 - 2**22 <= watched.stop() - room <= 2**26 + 2**24
-    assert memory.resident("VmRSS") < memory.peak() - 2**25
-
-
-def test_what_processes_share_counts_once():
-    block, (asked, ask), (told, tell) = mmap.mmap(-1, 2**26), os.pipe(), os.pipe()
-    if not (other := os.fork()):
-        os.read(asked, 1)
-        block[::4096] = b"x" * (len(block) // 4096)
-        os.write(tell, b".")
-        os.read(asked, 1)
-        os._exit(0)
-    try:
-        watched = dropin.Memory([os.getpid(), other])
-        os.write(ask, b".")
-        assert os.read(told, 1) and sum(block[::4096]) == ord("x") * len(block) // 4096
-        time.sleep(0.1)
-        assert 2**25 - 2**21 <= watched.stop() <= 2**25 + 2**21
-    finally:
-        os.write(ask, b".")
-        os.waitpid(other, 0)
-
-
-class StandIn:
-    """A sorter as grab-sampler has them, written by its documentation: example by example, and a tie is a minus."""
-
-    def __init__(self, units, dim, device):
-        self.next_orders, self.orders, self.units = torch.arange(units), None, units
-
-    def reset_epoch(self):
-        self.orders, self.seen = self.next_orders.clone(), []
-
-    def step(self, gradients):
-        self.seen += list(torch.cat([values.flatten(1) for values in gradients.values()], dim=1))
-        if len(self.seen) == self.units:
-            running, front, back = torch.zeros_like(self.seen[0]), [], []
-            for k in range(0, self.units - 1, 2):
-                difference, (first, second) = self.seen[k] - self.seen[k + 1], self.orders[k : k + 2].tolist()
-                plus = running @ difference < 0
-                running = running + difference if plus else running - difference
-                front, back = [*front, first if plus else second], [*back, second if plus else first]
-            middle = self.orders[self.units - self.units % 2 :].tolist()
-            self.next_orders = torch.tensor(front + middle + back[::-1])
-
-
-@pytest.fixture
-def peer(monkeypatch):
-    """The real one cannot be installed beside this torch without compiling another package."""
-    package, sorters = types.ModuleType("grabsampler"), types.ModuleType("grabsampler.sorter")
-    sorters.PairBalance = StandIn
-    for module in (package, sorters):
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, "torch_sparse", package)
-
-
-def test_peers_are_measured(peer, monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", {"grab_pair": "PairBalance"})
-    monkeypatch.setattr(peers, "LEARNING_RATES", {"lr_hmda": 0.01})
-    rows = list(peers.measure("cpu", "smoke"))
-    assert [row["what"] for row in rows] == ["lr_hmda grab_pair, same loop", "lr_hmda grab_pair, own loop"]
-    for row in rows:
-        assert row.keys() >= KEYS["peers"] and row["ours_us"] > 0 and row["peer_us"] > 0
-        assert row["ours_loss"] == pytest.approx(row["peer_loss"], rel=0.2)
-    assert rows[0]["ours_loss"] == pytest.approx(rows[1]["ours_loss"], rel=1e-4)  # the same orders and steps
-
-
-def test_missing_peer_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert list(peers.measure("cpu", "smoke")) == []
-    assert "grab-sampler is not installed" in capsys.readouterr().out
-
-
-def test_peers_orders_are_ours_read_backwards(peer):
-    """It gives a tie the other sign, and from then on every sign is the opposite one."""
-    run, task = peers._task("lr_hmda", "grab_pair", 0, "cpu")
-    flat = peers.FlatParameters(task.model)
-    gradients = torch.randn(40, flat.dim, generator=torch.Generator().manual_seed(1))
-    ours = peers.Ours(run, 40, flat)
-    first = ours.order()
-    theirs = peers.Peer(run, 40, flat.dim, torch.device("cpu"), first)
-    assert torch.equal(theirs.order(), first)
-    parts = gradients.split([shape.numel() for shape in flat.shapes.values()], dim=1)
-    split = {name: part.view(-1, *flat.shapes[name]) for name, part in zip(flat.shapes, parts, strict=True)}
-    for sorter in (ours, theirs):
-        sorter.step(split)
-    assert torch.equal(theirs.order(), ours.order().flip(0))
