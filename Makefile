@@ -28,7 +28,7 @@ override OPTIONS = $(if $(SEEDS),--seeds '$(SEEDS)') $(if $(EPOCHS),--epochs '$(
           $(if $(SIZE),--size '$(SIZE)') $(if $(NPROC),--nproc '$(NPROC)') $(if $(JOBS),--jobs '$(JOBS)') \
           $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(TRACKER),--tracker '$(TRACKER)') $(if $(DATA),--data '$(DATA)')
 
-override KERNELS = $(addprefix tests/test_,kernels.py sorters.py sketches.py order_server.py balance.py)
+override KERNELS = $(addprefix tests/test_,kernels.py kernel_ties.py sorters.py sketches.py order_server.py balance.py)
 
 .PHONY: help setup test lint bench soak fuzz sanitise figures report check-results docs docs-serve package clean
 
