@@ -143,6 +143,11 @@ def sorted_alone(gradients, seed=3, sorter="cd_grab", **options):
     return torch.stack(orders)
 
 
+def in_order(sampler, orders):
+    """Batches that the units in these orders are, by epoch."""
+    return [[batch for unit in order.tolist() for batch in sampler._own[unit]] for order in orders]
+
+
 def parallel(model=None, bucket_bytes=100, **options):
     """Several buckets, which DDP regroups after the first step."""
     return DistributedDataParallel(model or network(), bucket_cap_mb=bucket_bytes / 2**20, **options)
