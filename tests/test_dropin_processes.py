@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from dropin_cases import EXAMPLES, dataset, gradient, network, parallel, sampler_of, sorted_alone
-from dropin_checks import CASES, RESUMED, TRAINED, killed
+from dropin_checks import killed
+from dropin_runs import CASES, RESUMED, TRAINED
 from forked import started
 from process_runs import PROCESSES
 from sharded_cases import by_layers, loaded
