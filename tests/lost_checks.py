@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch.distributed as dist
 from dropin_cases import train
-from shared_checks import started, switched_off
+from shared_checks import started
+from shared_obstacles import switched_off
 
 from cdgrab.runtime import group as workers
 from cdgrab.sorters.coordinated import CoordinatedBalancer

@@ -1,26 +1,34 @@
 """Called by test_shared_memory.py: what processes of one host find when they average gradients in shared memory."""
 
-import errno
 import gc
 import os
 import random
-import resource
 import signal
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from dropin_cases import gathered, parallel, sampler_of, train
 from forked import forked
+from shared_obstacles import (
+    moved,
+    no_files,
+    no_files_after_all,
+    no_files_to_connect,
+    no_pipes,
+    no_room,
+    only_collectives,
+    switched_off,
+    too_many_on_their_way,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cdgrab.runtime import averages, division, flows, links, overlap, pipes, shared, sockets
+from cdgrab.runtime import averages, division, flows, links, overlap, shared, sockets
 from cdgrab.runtime import group as workers
 from cdgrab.runtime.connection import connect, disconnect
 
@@ -166,25 +174,6 @@ def both_ways(wrap, options, dtype, whole, piece):
     return trained(**how), trained(switched_off, **how)
 
 
-@contextmanager
-def switched_off():
-    """By one process, for all of them."""
-    with mock.patch.dict(os.environ, {links.SWITCH: "0"} if dist.get_rank() == 0 else {}):
-        yield
-
-
-@contextmanager
-def no_pipes():
-    with mock.patch.dict(os.environ, {pipes.SWITCH: "0"} if dist.get_rank() == 1 else {}):
-        yield
-
-
-@contextmanager
-def only_collectives():
-    with no_pipes(), switched_off():
-        yield
-
-
 def one_owner():
     """Short buckets, each of which one process keeps. Signs are decided in every pair, and processes are late."""
     group = dist.new_group(timeout=timedelta(seconds=60))
@@ -195,75 +184,6 @@ def one_owner():
 def without_numba():
     with mock.patch("cdgrab.dropin.gradients.optional", lambda name: None):
         return trained()
-
-
-def no_room():
-    """On the last process."""
-    if dist.get_rank() < dist.get_world_size() - 1:
-        return ExitStack()
-    full = SimpleNamespace(f_bavail=2**10, f_blocks=2**14, f_frsize=2**12)  # that of docker, almost full
-    return mock.patch.object(shared.os, "statvfs", lambda _: full)
-
-
-@contextmanager
-def few_files(spare):
-    """The first process may open only so many more files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gaps = set(range(soft)) - set(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(gaps)[spare], hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def few_files_in(module, name, spare):
-    """While this function of a module runs, on the first process."""
-    call = getattr(module, name)
-
-    def with_few(*arguments):
-        with few_files(spare) if dist.get_rank() == 0 else ExitStack():
-            return call(*arguments)
-
-    return mock.patch.object(module, name, with_few)
-
-
-def no_files():
-    return few_files_in(shared, "share", 3)
-
-
-@contextmanager
-def no_files_after_all():
-    """They run out although there seemed to be enough."""
-    with no_files(), mock.patch.object(shared, "_may_open", lambda _: True):
-        yield
-
-
-def too_many_on_their_way():
-    """As for a user who is not root, of whom a few dozen processes give each other many files at once."""
-    refused = OSError(errno.ETOOMANYREFS, "too many references")
-    if dist.get_rank():
-        return ExitStack()
-    return mock.patch.object(links.socket, "send_fds", mock.Mock(side_effect=refused))
-
-
-@contextmanager
-def no_files_to_connect():
-    with few_files_in(links, "_link", 0), mock.patch.object(sockets, "PATIENCE", 1.0):
-        yield
-
-
-@contextmanager
-def moved():
-    """One process finds its buckets elsewhere, in one step."""
-    lies_in, asked = shared.SharedBucket._lies_in, []
-
-    def not_once(bucket, buffer):
-        asked.append(bucket)
-        return len(asked) not in range(10, 17) and lies_in(bucket, buffer)
-
-    with mock.patch.object(shared.SharedBucket, "_lies_in", not_once) if dist.get_rank() == 1 else ExitStack():
-        yield
 
 
 def crosswise(around=ExitStack, **how):
