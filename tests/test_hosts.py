@@ -70,6 +70,24 @@ def test_links_keep_their_limit_and_count_their_bytes():
             pass
 
 
+CONGESTION = "print(open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip())"
+
+
+def test_hosts_avoid_congestion_as_they_are_told():
+    """And this machine goes on as before. Reno may be used everywhere."""
+    if reason := hosts.why_not(0.0, "reno"):
+        pytest.skip(reason)
+    before = Path(hosts.CONGESTION.format("")).read_text()
+    with hosts.hosts(2, 1e9, congestion="reno"):
+        for rank in range(2):
+            with on_host(rank, CONGESTION) as asked:
+                assert asked.stdout.read() == "reno\n"
+    assert Path(hosts.CONGESTION.format("")).read_text() == before
+    assert hosts.why_not(0.0, "none") == (
+        "TCP may not use none here: it is not in net.ipv4.tcp_allowed_congestion_control"
+    )
+
+
 @pytest.fixture
 def without_netem(monkeypatch):
     """Also on a kernel that has it."""

@@ -239,7 +239,9 @@ class Memory(threading.Thread):
         return sum(map(own_and_shared, self._processes))
 
     def run(self) -> None:
-        while not self._stopped.wait(1e-3):
+        stopped = False
+        while not stopped:  # and once more then: this thread may not have had a turn
+            stopped = self._stopped.wait(1e-3)
             self._most = max(self._most, self._there() - self._before)
 
     def stop(self) -> float:
