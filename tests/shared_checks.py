@@ -249,14 +249,17 @@ def closed_beside_a_fork():
 
 
 def held():
-    """Files in shared memory that are open, mappings of them, and users of connections: for notices, for gradients."""
+    """Files in shared memory that are open, mappings of them, and users of connections: for notices, for gradients; and
+    how many of these have room for what comes."""
     gc.collect()
+    ends = [one for one in gc.get_objects() if type(one) is flows.End]
     files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     maps = Path("/proc/self/maps").read_text().splitlines()
     return (
         sum("/dev/shm/torch_" in one for one in files),
         sum("/dev/shm/torch_" in one for one in maps),
         len(sockets.opened),
+        sum(end._room is not None for end in ends),
     )
 
 

@@ -99,3 +99,29 @@ def test_what_processes_share_counts_once():
     finally:
         os.write(ask, b".")
         os.waitpid(other, 0)
+
+
+def test_each_process_has_its_own_peak():
+    """One after the other."""
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+
+    def need():
+        with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE) as block:
+            block[::4096] = b"x" * (len(block) // 4096)
+            time.sleep(0.1)
+
+    if not (other := os.fork()):
+        os.read(asked, 1)
+        need()
+        os.write(tell, b".")
+        os.read(asked, 1)
+        os._exit(0)
+    try:
+        watched = dropin.Memory([os.getpid(), other])
+        need()
+        os.write(ask, b".")
+        os.read(told, 1)
+        assert 2**26 - 2**21 <= watched.stop() <= 2**26 + 2**21
+    finally:
+        os.write(ask, b".")
+        os.waitpid(other, 0)

@@ -139,9 +139,9 @@ def test_closed_sockets_are_noticed_though_a_fork_has_copies(found):
 
 def test_memory_and_files_are_released_with_the_model(found):
     for before, some, more, after, names in found[3]["gone"]:
-        files, maps, linked = some
-        assert some == more and files > 1 and maps == 3 * files and linked == 2
-        assert before == after == (0, 0, 0) and not names
+        files, maps, linked, rooms = some
+        assert some == more and files > 1 and maps == 3 * files and linked == 2 and not rooms
+        assert before == after == (0, 0, 0, 0) and not names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

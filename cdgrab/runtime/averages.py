@@ -70,6 +70,12 @@ class Averages:
         division = self._observer.division if self._observer and piece.place is None else None
         return None if division is None else division.owned(piece.slices)
 
+    def free(self) -> None:
+        """Between two steps: keep no memory for what goes through pipes. Most of it will not."""
+        self._flows.clear()
+        if self.pipes:
+            self.pipes.free()
+
     def failed(self, error: Exception) -> None:
         self.error = self.error or error
 

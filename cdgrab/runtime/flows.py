@@ -23,18 +23,28 @@ Prepare = Callable[[list[Tensor], int], Callable[[], None]]
 
 
 class End:
-    """This process's end of a connection: what waits to be sent, and where what arrives goes. room: bytes, for what is
-    to be averaged, of whatever flow: nothing overtakes anything here. full: it has not been averaged yet. worth: bytes
-    that are worth reading, if as many are expected."""
+    """This process's end of a connection: what waits to be sent, and where what arrives goes. size: bytes of its room.
+    full: what is there has not been averaged yet. worth: bytes that are worth reading, if as many are expected."""
 
-    def __init__(self, rank: int, one: socket.socket, poll: select.poll, room: int, worth: int) -> None:
-        self.rank, self.number = rank, one.fileno()
-        self.room, self.full = torch.empty(room, dtype=torch.uint8), False
+    def __init__(self, rank: int, one: socket.socket, poll: select.poll, size: int, worth: int) -> None:
+        self.rank, self.number, self.full = rank, one.fileno(), False
+        self._size, self._room = size, None
         self._socket, self._poll, self._worth, self._watched = one, poll, worth, 0
         self._outgoing: deque[tuple[Sequence[memoryview], Flow]] = deque()
         self._incoming: deque[tuple[Target, Flow]] = deque()
         self._place: memoryview | None = None  # what arrives next goes there
         self._enough = 1  # bytes that have to arrive until the system tells of them
+
+    @property
+    def room(self) -> Tensor:
+        """For what is to be averaged, of whatever flow: nothing overtakes anything here."""
+        if self._room is None:
+            self._room = torch.empty(self._size, dtype=torch.uint8)
+        return self._room
+
+    def free(self) -> None:
+        """Flows that are made from now on have another room."""
+        self._room = None
 
     @property
     def waits(self) -> bool:

@@ -205,7 +205,9 @@ class OverlappingHook:
             self._observer.end(self._whole if self._averages.wanted == "whole" else None)
 
     def _share(self) -> None:
-        if not self._sharing.settle():
+        if self._sharing.settle():
+            self._averages.free()
+        else:
             self._sharing, self._regrouped = None, True
 
     def _may_divide(self) -> bool:

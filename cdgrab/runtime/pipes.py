@@ -70,6 +70,11 @@ class Pipes:
         """The same for a short vector: everybody gets all of it, and computes the mean."""
         return Whole(self._rank, vector, self.shares, prepare)
 
+    def free(self) -> None:
+        """Keep no memory for flows to come. Those of before are not to begin again."""
+        for end in self.shares.values():
+            end.free()
+
     def begin(self, flow: Flow) -> None:
         """Call `turn` until nothing is `left` of it. After that the same flow may begin again."""
         if not self.close.alive:

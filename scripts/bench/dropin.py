@@ -17,6 +17,7 @@ import contextlib
 import gc
 import io
 import itertools
+import operator
 import os
 import statistics
 import sys
@@ -74,6 +75,7 @@ FEWEST = {"smoke": 2, "quick": 8, "full": 12}
 MORE_ON_GPU = 2  # times as many epochs at most: steps are shorter there, and vary more
 STEPS = {"smoke": 4, "quick": 20, "full": 40}  # divided by
 SLOWER = {"convolutional": 4, "gpt2": 2, "resnet50": 2}
+LOOKS = {"smoke": 1, "quick": 1, "full": 3}  # at the memory of each script, of which the median counts
 SEEDS = {"smoke": 2, "quick": 5, "full": 10}
 TRAINED = {"smoke": 1, "quick": 20, "full": 20}  # epochs of the example
 SCRIPTS = ("plain", "ours")
@@ -117,7 +119,7 @@ def _steps(case: Case, device: str, size: str) -> dict:
         every = [_measured(SCRIPTS, case.model, device, case.sketch, *limits)]
     else:
         try:
-            every = _in_processes(case, device, limits)
+            every = _in_processes(case, device, limits, LOOKS[size])
         except CdgrabError as error:
             if device == "cpu":
                 raise
@@ -130,7 +132,7 @@ def _steps(case: Case, device: str, size: str) -> dict:
     return row | summary("ratio", ratios) | {"floats_per_parameter": extra}
 
 
-def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
+def _in_processes(case: Case, device: str, limits: tuple, looks: int) -> list[dict]:
     """What each process finds. On a CPU only new processes tell the memory of each script by itself."""
     linked = hosts.hosts(case.processes, case.gigabits * 1e9, congestion=case.congestion)
     with linked if case.gigabits else contextlib.nullcontext():
@@ -144,7 +146,8 @@ def _in_processes(case: Case, device: str, limits: tuple) -> list[dict]:
         # where torch has this allocator: as `return_freed_memory`, and pages of 4 KB instead of 2 MB
         with mock.patch.dict(os.environ, MIMALLOC_PURGE_DELAY="0", MIMALLOC_ALLOW_THP="0"):
             for script in SCRIPTS if device == "cpu" else ():
-                every[0]["peaks"] |= run((script,), limits[0], 1, 1, 0)[0]["peaks"]
+                peaks = [run((script,), limits[0], 1, 1, 0)[0]["peaks"][script] for _ in range(looks)]
+                every[0]["peaks"][script] = statistics.median(peaks)
         return every
 
 
@@ -224,31 +227,34 @@ def _measured(
 
 
 class Memory(threading.Thread):
-    """Looks again and again how much memory these processes have together, apart from files. Their largest resident
-    sets would count pages of libraries, too, which come and go: sometimes more than there are gradients; and what they
-    share as often as there are processes."""
+    """Looks again and again how much memory each of these processes has, apart from files. Their largest resident sets
+    would count pages of libraries, too, which come and go: sometimes more than there are gradients. What they share
+    belongs to all of them alike. Each has its own peak: which of them come at the same time is up to the system."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         super().__init__(daemon=True)
-        self._processes, self._most = processes, 0
+        self._processes = processes
+        self._most = [0] * len(processes)
         self._before = self._there()
         self._stopped = threading.Event()
         self.start()
 
-    def _there(self) -> int:
-        return sum(map(own_and_shared, self._processes))
+    def _there(self) -> list[int]:
+        own, shared = zip(*map(own_and_shared, self._processes), strict=True)
+        return [some + sum(shared) // len(shared) for some in own]
 
     def run(self) -> None:
         stopped = False
         while not stopped:  # and once more then: this thread may not have had a turn
             stopped = self._stopped.wait(1e-3)
-            self._most = max(self._most, self._there() - self._before)
+            extra = map(operator.sub, self._there(), self._before)
+            self._most = list(map(max, self._most, extra))
 
     def stop(self) -> float:
-        """The most bytes per process, beyond those when this began."""
+        """The most bytes of a process, beyond those when this began: the mean over all of them."""
         self._stopped.set()
         self.join()
-        return self._most / len(self._processes)
+        return statistics.mean(self._most)
 
 
 def _memory() -> Memory | None:

@@ -112,15 +112,22 @@ def load_code(device: str) -> int:
     return resident("VmRSS") - before
 
 
-def resident(*entries: str, file: str = "status", process: int | str = "self") -> int:
-    """Bytes of all these together, at one moment."""
-    lines = Path("/proc", str(process), file).read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(entries))
+def resident(*entries: str) -> int:
+    """Bytes of all these together, at one moment, of this process."""
+    found = _counted("/proc/self/status")
+    return sum(found[entry] for entry in entries)
 
 
-def own_and_shared(process: int) -> int:
-    """Bytes without those of files; what several processes have in common is divided among them."""
-    return resident("Pss_Anon", "Pss_Shmem", file="smaps_rollup", process=process)
+def own_and_shared(process: int) -> tuple[int, int]:
+    """Bytes without those of files: the process's own, and its part of those that several have in common."""
+    found = _counted(f"/proc/{process}/smaps_rollup")
+    return found["Pss_Anon"], found["Pss_Shmem"]
+
+
+def _counted(file: str) -> dict[str, int]:
+    """Bytes, of entries in kB."""
+    lines = map(str.split, Path(file).read_text().splitlines())
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[2:] == ["kB"]}
 
 
 class GpuUses(Clock):
