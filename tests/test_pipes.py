@@ -25,11 +25,17 @@ from cdgrab.runtime.pieces import Piece
 SECONDS = 30.0
 
 
-def connected(count, patience=SECONDS):
+def through_tcp():
+    """As `socket.socketpair`, but what arrives is told of only if it is enough."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return socket.create_connection(listening.getsockname()), listening.accept()[0]
+
+
+def connected(count, patience=SECONDS, pair=socket.socketpair):
     ends = [{rank: [] for rank in range(count) if rank != mine} for mine in range(count)]
     for one, other in combinations(range(count), 2):
         for _ in range(2):
-            here, there = socket.socketpair()
+            here, there = pair()
             ends[one][other].append(here)
             ends[other][one].append(there)
     return [pipes.Pipes(rank, its, patience) for rank, its in enumerate(ends)]
@@ -126,6 +132,19 @@ def test_more_than_the_connections_hold():
     wanted = mean_of_rows(torch.stack(every), torch.empty(length))
     in_threads(lambda rank: averaged(joined[rank], [every[rank]], [[length // 2] * 2]), 2)
     assert all(torch.equal(vector, wanted) for vector in every)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_large_vectors_through_tcp(count):
+    """What is left of a chunk, or of a result, may be less than what is worth reading otherwise."""
+    joined, widths = connected(count, pair=through_tcp), [[2**20 + 5, 3, 0, 300_001][:count], [100_000 + 1] * count]
+    every = [[torch.randn(sum(its)) for its in widths] for _ in range(count)]
+    wanted = [mean_of_rows(torch.stack(rows), torch.empty_like(rows[0])) for rows in zip(*every, strict=True)]
+    in_threads(lambda rank: averaged(joined[rank], every[rank], widths, 1e-3 * rank), count)
+    for vectors in every:
+        assert all(map(torch.equal, vectors, wanted))
+    for one in joined:
+        one.close()
 
 
 @pytest.mark.parametrize("compiled", [True, False])

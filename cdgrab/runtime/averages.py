@@ -71,7 +71,7 @@ class Averages:
         return None if division is None else division.owned(piece.slices)
 
     def free(self) -> None:
-        """Between two steps: keep no memory for what goes through pipes. Most of it will not."""
+        """Between two steps: keep no memory for what goes through pipes, and forget where buckets were."""
         self._flows.clear()
         if self.pipes:
             self.pipes.free()

@@ -205,9 +205,9 @@ class OverlappingHook:
             self._observer.end(self._whole if self._averages.wanted == "whole" else None)
 
     def _share(self) -> None:
-        if self._sharing.settle():
-            self._averages.free()
-        else:
+        shared = self._sharing.settle()
+        self._averages.free()  # buckets may have moved, even if not all could be shared
+        if not shared:
             self._sharing, self._regrouped = None, True
 
     def _may_divide(self) -> bool:

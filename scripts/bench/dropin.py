@@ -223,6 +223,7 @@ def _measured(
             break
     if memory:
         peaks = {scripts[0]: memory.stop()}
+    _meet()  # no process has ended before
     return {each: some[1:] for each, some in times.items()} | {"dim": made[scripts[0]][1], "peaks": peaks}
 
 
