@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import time
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -83,45 +84,57 @@ def test_peaks_count_what_was_there_and_is_gone():
     assert memory.resident("VmRSS") < memory.peak() - 2**25
 
 
-def test_what_processes_share_counts_once():
-    block, (asked, ask), (told, tell) = mmap.mmap(-1, 2**26), os.pipe(), os.pipe()
-    if not (other := os.fork()):
-        os.read(asked, 1)
-        block[::4096] = b"x" * (len(block) // 4096)
-        os.write(tell, b".")
-        os.read(asked, 1)
+@contextmanager
+def another(work):
+    """A process, and a function with which it is told to do this work; returns when that is done, and fails if it has
+    failed. The process stays there."""
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    if not (process := os.fork()):
+        with suppress(BaseException):  # nothing of this test goes on here
+            os.close(ask)
+            os.read(asked, 1)
+            work()
+            os.write(tell, b".")
+            os.read(asked, 1)
         os._exit(0)
+    os.close(tell)
+
+    def do():
+        os.write(ask, b".")
+        assert os.read(told, 1)
+
     try:
-        watched = dropin.Memory([os.getpid(), other])
-        os.write(ask, b".")
-        assert os.read(told, 1) and sum(block[::4096]) == ord("x") * len(block) // 4096
-        assert 2**25 - 2**21 <= watched.stop() <= 2**25 + 2**21
+        yield process, do
     finally:
-        os.write(ask, b".")
-        os.waitpid(other, 0)
+        os.close(ask)
+        os.waitpid(process, 0)
+        os.close(told)
+        os.close(asked)
+
+
+def fill(block):
+    block[::4096] = b"x" * (len(block) // 4096)
+
+
+def test_what_processes_share_counts_once():
+    block = mmap.mmap(-1, 2**26)
+    with another(lambda: fill(block)) as (other, fill_there):
+        watched = dropin.Memory([os.getpid(), other])
+        fill_there()
+        assert sum(block[::4096]) == ord("x") * len(block) // 4096
+        assert 2**25 - 2**21 <= watched.stop() <= 2**25 + 2**21
 
 
 def test_each_process_has_its_own_peak():
     """One after the other."""
-    (asked, ask), (told, tell) = os.pipe(), os.pipe()
 
     def need():
         with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE) as block:
-            block[::4096] = b"x" * (len(block) // 4096)
+            fill(block)
             time.sleep(0.1)
 
-    if not (other := os.fork()):
-        os.read(asked, 1)
-        need()
-        os.write(tell, b".")
-        os.read(asked, 1)
-        os._exit(0)
-    try:
+    with another(need) as (other, need_there):
         watched = dropin.Memory([os.getpid(), other])
         need()
-        os.write(ask, b".")
-        os.read(told, 1)
+        need_there()
         assert 2**26 - 2**21 <= watched.stop() <= 2**26 + 2**21
-    finally:
-        os.write(ask, b".")
-        os.waitpid(other, 0)

@@ -184,7 +184,7 @@ class Divided(Flow):
         length = self._chunk // vector.element_size()
         for start in range(0, widths[rank] if shares else 0, length):
             own = parts[rank][start : start + length]
-            if len(own) < length:  # the last one; the others have the same rows, which take memory, too
+            if len(own) < length:  # the last chunk: all others share their rows, each of which takes memory
                 rows = {other: row[: len(own)] for other, row in rows.items()}
             every = [own if other == rank else rows[other] for other in range(len(widths))]
             self._chunks.append((prepare(every, start), _bytes_of(own)))

@@ -112,10 +112,9 @@ def load_code(device: str) -> int:
     return resident("VmRSS") - before
 
 
-def resident(*entries: str) -> int:
-    """Bytes of all these together, at one moment, of this process."""
-    found = _counted("/proc/self/status")
-    return sum(found[entry] for entry in entries)
+def resident(entry: str) -> int:
+    """Bytes of this process now (VmRSS), or at most so far (VmHWM)."""
+    return _counted("/proc/self/status")[entry]
 
 
 def own_and_shared(process: int) -> tuple[int, int]:
