@@ -222,9 +222,21 @@ def at_outputs(module: nn.Module, call: Callable[[Tensor], None]) -> RemovableHa
 def _watch(call: Callable[[Tensor], None], module: nn.Module, arguments: tuple, output: object) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.register_hook(call)
+    _hook(output, call)
+
+
+def _hook(output: object, call: Callable[[Tensor], None]) -> None:
+    """At all tensors in it. Plain containers do without pytree, which takes several times as long."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            output.register_hook(call)
+    elif isinstance(output, (dict, list, tuple)):
+        for part in output.values() if isinstance(output, dict) else output:
+            _hook(part, call)
+    elif output is not None:
+        for part in tree_leaves(output):
+            if part is not output:
+                _hook(part, call)
 
 
 class Note(partial):

@@ -116,7 +116,8 @@ class Ledger:
         return True
 
     def _settle(self) -> None:
-        found = self.outstanding.settle(self.reader.read_out and self.reader.rest, self.reader.delivered)
+        reader, read_out = self.reader, self.reader.read_out
+        found = self.outstanding.settle(read_out and reader.rest, read_out and reader.delivered)
         if found.extra:
             raise CdgrabError(f"more backward passes than batches: {ONCE} ({REENTRANT})")
         if found.dropped:
@@ -153,10 +154,10 @@ class Ledger:
     def scale(self, like: Tensor) -> Tensor | float:
         """The factor that the scaler multiplies gradients by. If it is on the device of `like` it stays there: nobody
         waits for a GPU to tell."""
+        if self.scaler is None:
+            return 1.0
         there = getattr(self.scaler, "_scale", None)
-        if isinstance(there, Tensor) and there.device == like.device:
-            return there
-        return 1.0 if self.scaler is None else self.scaler.get_scale()
+        return there if isinstance(there, Tensor) and there.device == like.device else self.scaler.get_scale()
 
     def current_unit(self) -> tuple[int, int]:
         """To which this backward pass belongs: the epoch, and the place of the unit's first batch in it."""

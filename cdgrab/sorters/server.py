@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.balancers import Balancer
+from cdgrab.sorters.gpu_streams import Streams
 
 BACKGROUND = ("auto", True, False)
 
@@ -43,7 +44,7 @@ class OrderServer:
     def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool, late: bool = False) -> None:
         self._balancer, self._buffer_bytes, self._background, self._late = balancer, buffer_bytes, background, late
         self._pool: ThreadPoolExecutor | None = None
-        self._side: torch.cuda.Stream | None = None  # one beside the training's
+        self._streams: Streams | None = None  # of a GPU
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
         # memory of rows, each with the stream in which they are decided, if that may not be done yet
         self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
@@ -93,8 +94,8 @@ class OrderServer:
         if not self._spares:
             return like.new_empty(shape)
         memory, stream = self._spares.pop()
-        if stream and _follow(stream):
-            memory.record_stream(torch.cuda.current_stream(stream.device))
+        if stream and self._streams.follow(current := self._streams.current(), stream):
+            memory.record_stream(current)
         return memory if memory.shape == shape else memory.view(shape)
 
     def flush_full(self) -> None:
@@ -128,8 +129,7 @@ class OrderServer:
         decided, self._decided, self._in_turn = self._decided, [], None
         if not decided:
             return None
-        if self._last:
-            _follow(self._last)
+        self._follow_decided()
         return decided[0].first, torch.cat([some.signs() for some in decided]).cpu()
 
     def drain(self) -> None:
@@ -138,8 +138,11 @@ class OrderServer:
         for block in self._running:
             with contextlib.suppress(Exception):
                 block.wait()
+        self._follow_decided()
+
+    def _follow_decided(self) -> None:
         if self._last:
-            _follow(self._last)
+            self._streams.follow(self._streams.current(), self._last)
 
     def _waiting_bytes(self) -> int:
         return sum(block.size for block in self._running)
@@ -173,15 +176,10 @@ class OrderServer:
     def _decide_row(self, first: int, row: Tensor) -> None:
         """On a GPU. A brief row in the training's stream: to lead it to another one takes the host longer than the GPU
         takes for the row. Nobody has to wait but for its memory, in another stream."""
-        current = torch.cuda.current_stream(row.device)
-        beside = not self._balancer.is_brief(row)
-        stream = self._after(current) if beside else current
-        if self._follow_last(stream) or beside:
-            row.record_stream(stream)  # in which it may not have been allocated
+        stream = self._stream_for(row, beside=not self._balancer.is_brief(row))
         while self._running:  # this stream follows theirs now
             self._retire()
-        with torch.cuda.stream(stream) if beside else torch.cuda.device(row.device):
-            self._balancer.decide_row(first, row)
+        self._streams.queue(stream, self._balancer.decide_row, first, row)
         if self._in_turn is None or self._decided[-1] is not self._in_turn:
             self._in_turn = _SignsInTurn(self._balancer, first, first)
             self._decided.append(self._in_turn)
@@ -190,30 +188,25 @@ class OrderServer:
 
     def _decide_block(self, first: int, rows: Tensor) -> None:
         """On a GPU, in a stream beside the training's."""
-        stream = self._after(torch.cuda.current_stream(rows.device))
-        self._follow_last(stream)
-        with torch.cuda.stream(stream):
-            signs = self._balancer.decide(first, rows)
-        rows.record_stream(stream)
+        stream = self._stream_for(rows, beside=True)
+        signs = self._streams.queue(stream, self._balancer.decide, first, rows)
         done = stream.record_event()
         hand_over = partial(_wait_in_stream, done, rows.device)
         found = _Signs(first, lambda: signs)
         self._running.append(_Block(found, rows, rows.nbytes, done.synchronize, hand_over, done.query))
 
-    def _after(self, current: torch.cuda.Stream) -> torch.cuda.Stream:
-        """The stream beside the training's: what is queued there from now on comes after what is queued in this one."""
-        self._side = self._side or torch.cuda.Stream(current.device)
-        self._side.wait_stream(current)
-        return self._side
-
-    def _follow_last(self, stream: torch.cuda.Stream) -> bool:
-        """What was decided in another stream comes first. Returns whether there may be any such rows."""
+    def _stream_for(self, rows: Tensor, beside: bool) -> torch.cuda.Stream:
+        """In which these rows are to be decided, after all that were decided before."""
+        streams = self._streams = self._streams or Streams(rows.device)
+        current = streams.current()
+        stream = streams.beside() if beside else current
+        streams.follow(stream, current)
         last, self._last = self._last, stream
-        if last == stream:
-            return False
-        if last is not None:
-            stream.wait_stream(last)
-        return True
+        if beside or last is not stream:
+            if last:
+                streams.follow(stream, last)
+            rows.record_stream(stream)  # in which they may not have been allocated
+        return stream
 
 
 class _Signs(NamedTuple):
@@ -246,16 +239,6 @@ class _Block:
     wait: Callable[[], object]
     hand_over: Callable[[], object]
     done: Callable[[], bool]
-
-
-def _follow(stream: torch.cuda.Stream) -> bool:
-    """Whatever is queued on this GPU from now on comes after what is queued in this stream. Returns whether that is
-    another one."""
-    current = torch.cuda.current_stream(stream.device)
-    if current == stream:
-        return False
-    current.wait_stream(stream)
-    return True
 
 
 def _wait_in_stream(event: torch.cuda.Event, device: torch.device) -> None:
