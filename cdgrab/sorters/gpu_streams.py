@@ -12,22 +12,22 @@ class Streams:
     """The streams of one GPU. Each is one object here, so that `is` tells whether two are the same."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._index = device, device.index
+        self.device, self._index = device, device.index
         self._known: dict[int, torch.cuda.Stream] = {}  # by their handles
-        self._reached: dict[int, torch.cuda.Event] = {}  # by a stream's id: making a new one takes longer
+        self._reached: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # used again: making one takes longer
         self._side: torch.cuda.Stream | None = None
 
     def current(self) -> torch.cuda.Stream:
         """The one in which the caller queues."""
         handle = torch._C._cuda_getCurrentRawStream(self._index)  # PyTorch's own object is new every time
         if handle not in self._known:
-            self._known[handle] = torch.cuda.current_stream(self._device)
+            self._known[handle] = torch.cuda.current_stream(self.device)
         return self._known[handle]
 
     def beside(self) -> torch.cuda.Stream:
         """One for whatever goes on beside the training."""
         if self._side is None:
-            side = torch.cuda.Stream(self._device)
+            side = torch.cuda.Stream(self.device)
             self._side = self._known.setdefault(side.cuda_stream, side)
         return self._side
 
@@ -36,7 +36,7 @@ class Streams:
         two."""
         if stream is other:
             return False
-        reached = self._reached.get(id(other)) or self._reached.setdefault(id(other), torch.cuda.Event())
+        reached = self._reached.get(other) or self._reached.setdefault(other, torch.cuda.Event())
         reached.record(other)
         stream.wait_event(reached)
         return True

@@ -44,7 +44,7 @@ class OrderServer:
     def __init__(self, balancer: Balancer, buffer_bytes: float, background: bool, late: bool = False) -> None:
         self._balancer, self._buffer_bytes, self._background, self._late = balancer, buffer_bytes, background, late
         self._pool: ThreadPoolExecutor | None = None
-        self._streams: Streams | None = None  # of a GPU
+        self._streams: Streams | None = None  # of the GPU on which rows are
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
         # memory of rows, each with the stream in which they are decided, if that may not be done yet
         self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
@@ -197,7 +197,9 @@ class OrderServer:
 
     def _stream_for(self, rows: Tensor, beside: bool) -> torch.cuda.Stream:
         """In which these rows are to be decided, after all that were decided before."""
-        streams = self._streams = self._streams or Streams(rows.device)
+        if self._streams is None or self._streams.device != rows.device:
+            self._streams = Streams(rows.device)
+        streams = self._streams
         current = streams.current()
         stream = streams.beside() if beside else current
         streams.follow(stream, current)
