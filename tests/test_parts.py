@@ -68,7 +68,10 @@ def in_order_of(parameter, gradient):
     return moved.double().cpu().flatten()
 
 
-@pytest.mark.parametrize("scale", [1.0, 4.0])
+HALVES = (in_half, of_two_types)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, torch.tensor(4.0)], ids=["1", "4", "tensor"])
 @pytest.mark.parametrize("parameters", [PARAMETERS, TRANSPOSED], ids=["regular", "one transposed"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_parts_are_written_and_subtracted_as_one_vector(kind, parameters, scale):
@@ -76,12 +79,17 @@ def test_parts_are_written_and_subtracted_as_one_vector(kind, parameters, scale)
     torch.manual_seed(0)
     first, second = kind(layout.parameters), kind(layout.parameters)
     wanted = [
-        torch.cat([in_order_of(*pair) for pair in zip(layout.parameters, gradients, strict=True)]) / scale
+        torch.cat([in_order_of(*pair) for pair in zip(layout.parameters, gradients, strict=True)]) / float(scale)
         for gradients in (first, second)
     ]
-    row = Parts(layout, first).like.new_full((layout.dim,), torch.nan)
-    Parts(layout, first, scale).write(row)
-    torch.testing.assert_close(row.double().cpu(), wanted[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(Parts(layout, first, scale).vector().double().cpu(), wanted[0] * scale)
-    Parts(layout, second, scale).write(row, subtract=True)
-    torch.testing.assert_close(row.double().cpu(), wanted[0] - wanted[1], rtol=1e-6, atol=1e-6)
+    like = Parts(layout, first).like
+    assert like.dtype == (torch.float32 if kind in HALVES else torch.float64)
+    scale = scale.to(like.device) if isinstance(scale, torch.Tensor) else scale
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if kind in HALVES else {"rtol": 1e-12, "atol": 1e-12}
+    for row in like.new_full((2, layout.dim), torch.nan):  # in each of two places
+        Parts(layout, first, scale).write(row)
+        torch.testing.assert_close(row.double().cpu(), wanted[0], **tolerance)
+        Parts(layout, second, scale).write(row, subtract=True)
+        torch.testing.assert_close(row.double().cpu(), wanted[0] - wanted[1], **tolerance)
+    vector = Parts(layout, first, scale).vector().double().cpu()
+    torch.testing.assert_close(vector, wanted[0] * float(scale), **tolerance)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cdgrab.errors import CdgrabError
 
+NO_TENSORS = (int, float, str, type(None))
 SHOWN = 2  # units in a row that did without hooks on all parameters, before these go
 
 
@@ -222,21 +223,22 @@ def at_outputs(module: nn.Module, call: Callable[[Tensor], None]) -> RemovableHa
 def _watch(call: Callable[[Tensor], None], module: nn.Module, arguments: tuple, output: object) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    _hook(output, call)
+    _hook_all(output, call)
 
 
-def _hook(output: object, call: Callable[[Tensor], None]) -> None:
-    """At all tensors in it. Plain containers do without pytree, which takes several times as long."""
+def _hook_all(output: object, call: Callable[[Tensor], None]) -> None:
+    """Register the hook at every tensor in an output that is part of a graph. Dicts, lists, tuples, and what derives
+    from them, are walked here: pytree takes several times as long."""
     if isinstance(output, Tensor):
         if output.grad_fn is not None:
             output.register_hook(call)
     elif isinstance(output, (dict, list, tuple)):
-        for part in output.values() if isinstance(output, dict) else output:
-            _hook(part, call)
-    elif output is not None:
+        for part in dict.values(output) if isinstance(output, dict) else output:
+            _hook_all(part, call)
+    elif not isinstance(output, NO_TENSORS):
         for part in tree_leaves(output):
             if part is not output:
-                _hook(part, call)
+                _hook_all(part, call)
 
 
 class Note(partial):

@@ -116,7 +116,7 @@ class Outstanding:
             return Settled(all_dropped, doubtful)
         if self.ahead is None or anew or grown:
             self.ahead, self._at_least = ahead, few
-        return Settled(True) if all_dropped else NOTHING
+        return Settled(dropped=True) if all_dropped else NOTHING
 
     def use(self) -> None:
         """The oldest one has had its backward pass."""

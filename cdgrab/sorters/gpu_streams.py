@@ -1,11 +1,14 @@
-"""In which streams of a GPU rows are decided, and what waits for what. The host does as little as it can: in a step of
-a small model it is the host that takes the time."""
+"""The streams of a GPU in which rows are decided, and their order. The host does as little as it can: in a step of a
+small model it is the host that takes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 class Streams:
@@ -41,7 +44,7 @@ class Streams:
         stream.wait_event(reached)
         return True
 
-    def queue(self, stream: torch.cuda.Stream, function: Callable, *arguments: object) -> object:
+    def queue(self, stream: torch.cuda.Stream, function: Callable[..., Result], *arguments: object) -> Result:
         """Call this, and queue its kernels in this stream."""
         current = self.current()
         if torch.cuda.current_device() != self._index:
@@ -49,8 +52,8 @@ class Streams:
                 return function(*arguments)
         if stream is current:
             return function(*arguments)
-        torch.cuda.set_stream(stream)
         try:
+            torch.cuda.set_stream(stream)
             return function(*arguments)
         finally:
             torch.cuda.set_stream(current)

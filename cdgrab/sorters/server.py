@@ -198,7 +198,7 @@ class OrderServer:
     def _stream_for(self, rows: Tensor, beside: bool) -> torch.cuda.Stream:
         """In which these rows are to be decided, after all that were decided before."""
         if self._streams is None or self._streams.device != rows.device:
-            self._streams = Streams(rows.device)
+            self._streams, self._spares = Streams(rows.device), []
         streams = self._streams
         current = streams.current()
         stream = streams.beside() if beside else current
