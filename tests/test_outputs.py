@@ -12,7 +12,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Scores(OrderedDict):
-    """As the outputs of transformers, with an attribute that hides a method."""
+    """A dict with an attribute that hides a method."""
 
     values = None
 

@@ -227,8 +227,8 @@ def _watch(call: Callable[[Tensor], None], module: nn.Module, arguments: tuple, 
 
 
 def _hook_all(output: object, call: Callable[[Tensor], None]) -> None:
-    """Register the hook at every tensor in an output that is part of a graph. Dicts, lists, tuples, and what derives
-    from them, are walked here: pytree takes several times as long."""
+    """Register the hook at every tensor in an output that is part of a graph. Dicts, lists and tuples are walked here,
+    also kinds that pytree does not know, and in less time."""
     if isinstance(output, Tensor):
         if output.grad_fn is not None:
             output.register_hook(call)

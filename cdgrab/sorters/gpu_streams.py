@@ -35,8 +35,8 @@ class Streams:
         return self._side
 
     def follow(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
-        """What is queued in this stream from now on comes after what is queued in the other. Returns whether they are
-        two."""
+        """What is queued in this stream from now on comes after what is queued in the other. Returns False if both
+        are the same."""
         if stream is other:
             return False
         reached = self._reached.get(other) or self._reached.setdefault(other, torch.cuda.Event())

@@ -207,7 +207,7 @@ class OrderServer:
         if beside or last is not stream:
             if last:
                 streams.follow(stream, last)
-            rows.record_stream(stream)  # in which they may not have been allocated
+            rows.record_stream(stream)  # they may have been allocated in another one
         return stream
 
 
