@@ -35,9 +35,6 @@ class Settled(NamedTuple):
     extra: bool = False  # a backward pass since the last batch was asked for was one too many
 
 
-NOTHING = Settled()
-
-
 class Outstanding:
     """The batches that a loop still holds.
 
@@ -116,7 +113,7 @@ class Outstanding:
             return Settled(all_dropped, doubtful)
         if self.ahead is None or anew or grown:
             self.ahead, self._at_least = ahead, few
-        return Settled(dropped=True) if all_dropped else NOTHING
+        return Settled(all_dropped)
 
     def use(self) -> None:
         """The oldest one has had its backward pass."""
