@@ -13,6 +13,7 @@ from cdgrab.runtime import mean as exchange
 from cdgrab.runtime import state
 from cdgrab.runtime.connection import connect, launched_world_size
 from cdgrab.runtime.division import Division
+from cdgrab.runtime.exchange import Exchange
 from experiments.training import snapshot
 
 # workers, units, dim; several per process, uneven coordinates, fewer coordinates than processes, blocks of rows that
@@ -157,6 +158,27 @@ def means(group, divided):
     return found
 
 
+def widths_of(processes):
+    """As many for everybody; more for the last; nothing for the first."""
+    return [3] * processes, [*range(2, processes + 2)], [0, *[4] * (processes - 1)]
+
+
+def vectors(processes, dim):
+    return torch.randint(100, (processes, dim), generator=torch.Generator().manual_seed(dim))
+
+
+def exchanged(group, spread):
+    """Everybody's sum of everybody's vector, by way of who owns the coordinates."""
+    found = []
+    for widths in widths_of(group.world_size):
+        vector = vectors(group.world_size, sum(widths))[group.rank]
+        exchange = Exchange(group, vector, widths)
+        vector.split(widths)[group.rank].copy_(exchange.rows().sum(0))
+        spread(exchange)
+        found.append(group.gather(vector[None]))
+    return found
+
+
 def refusals(group):
     """What is said of checkpoints that are the same everywhere, of other parameters on the last rank, of none there."""
     last = group.rank == group.world_size - 1
@@ -190,5 +212,7 @@ def main(target):
     found["states"] = states(connect(4))
     assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
     found["refusals"] = refusals(group)
+    for spread in (Exchange.spread, Exchange.at_once, Exchange.around):
+        found["exchanged", spread.__name__] = exchanged(group, spread)
     if group.rank == 0:
         torch.save(found, target)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from exchange_checks import EPOCHS, WAYS, cases, kinds, name_of, shapes
+from exchange_checks import EPOCHS, WAYS, cases, kinds, name_of, shapes, vectors, widths_of
 from hypothesis import given
 from hypothesis import strategies as st
 from process_runs import PROCESSES
@@ -80,6 +80,13 @@ def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
             for mean in both:
                 gradients = torch.randn(workers, len(mean), generator=torch.Generator().manual_seed(len(mean)))
                 assert torch.equal(mean, exchange.tree_sum(gradients) / workers)
+
+
+@pytest.mark.parametrize("way", ["spread", "at_once", "around"])
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_results_of_all_owners_reach_everybody(found, processes, way):
+    for widths, everybody in zip(widths_of(processes), found[processes]["exchanged", way], strict=True):
+        assert torch.equal(everybody, vectors(processes, sum(widths)).sum(0).expand_as(everybody))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12, 32, 33])

@@ -8,8 +8,8 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
                           if its buckets are .grad: gradient_as_bucket_view)
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
-                          and what is on its way: of FSDP two modules; of DDP on a GPU two pieces of a 16th of all
-                          parameters or 4 MB; on a CPU a chunk of 0.5 MB (see `runtime.flows`), and copies of two
+                          and what is on its way: of FSDP two modules; of DDP on a GPU two pieces of a 32nd of all
+                          parameters or 2 MB, and half of one; on a CPU a chunk of 0.5 MB (see `runtime.flows`), and copies of two
                           pieces: in the first steps of a 64th, with `compress=` always of up to 4 MB. Processes that
                           share memory (`runtime.shared`) need nothing more after the first steps
 

@@ -133,8 +133,8 @@ class Averages:
         mean = self._mean(share, whole.split(widths)[group.rank])
         if self._wire is not None:
             sent.split(widths)[group.rank].copy_(mean)
-        exchange.spread()
         self._take(self._mine(piece, owned) if owned is None else joined(owned[group.rank]), share, mean)
+        exchange.spread()
         self._put_back(buffer, owned, sent)
 
     def _mine(self, piece: Piece, owned: list[list[Part]] | None) -> list[Part]:

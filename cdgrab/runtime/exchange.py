@@ -6,6 +6,7 @@ On a GPU they only queue there. On a CPU this is for processes that `pipes` cann
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,11 +19,13 @@ class Exchange:
 
     def __init__(self, group: WorkerGroup, vector: Tensor, widths: list[int]) -> None:
         self._group, self._vector, self._widths = group, vector, widths
-        own = [widths[group.rank]] * group.world_size
-        self._rows = vector.new_empty(group.world_size, own[0])  # of the stream in which it is used
+        count, width = group.world_size, widths[group.rank]
+        self._room = vector.new_empty(count, max(widths))  # of the stream in which it is used
+        self._rows = self._room.view(-1)[: count * width].view(count, width)
+        self._own, self._parts = [width] * count, vector.split(widths)
         with group.traffic.collective("all-to-all"):
             flat = self._rows.view(-1)
-            self._work = dist.all_to_all_single(flat, vector, own, widths, group=group.channel, async_op=True)
+            self._work = dist.all_to_all_single(flat, vector, self._own, widths, group=group.channel, async_op=True)
         group.traffic.sent += vector.nbytes - self._rows[0].nbytes
 
     def rows(self) -> Tensor:
@@ -32,9 +35,24 @@ class Exchange:
         return self._rows
 
     def spread(self) -> None:
-        """Send this process's part of the result, and get those of the others."""
-        own = self._vector.split(self._widths)[self._group.rank]
-        self._vector.copy_(self._group.unshard(own, len(self._vector), self._widths))
+        """Send this process's part of the result, and get those of the others. The rows are overwritten."""
+        self.around() if self._vector.is_cuda else self.at_once()
+
+    def at_once(self) -> None:
+        """On a CPU in one round, from everybody to everybody; see `WorkerGroup.unshard`."""
+        self._rows.copy_(self._parts[self._group.rank])
+        self._group.exchange(self._rows.view(-1), self._own, self._widths, out=self._vector)
+
+    def around(self) -> None:
+        """A gather takes parts of equal length."""
+        longest = max(self._widths)
+        if min(self._widths) == longest:
+            return self._group.gather_in_place(self._vector.view(-1, longest))
+        own = self._parts[self._group.rank]
+        self._room[self._group.rank, : len(own)] = own
+        self._group.gather_in_place(self._room)
+        parts = [row[:width] for row, width in zip(self._room, self._widths, strict=True)]
+        torch._foreach_copy_(list(self._parts), parts)
 
 
 def gathered(group: WorkerGroup, vector: Tensor) -> Tensor:

@@ -95,6 +95,13 @@ class WorkerGroup:
             self.traffic.sent += tensor.nbytes * (self.world_size - 1)
         return out
 
+    def gather_in_place(self, rows: Tensor) -> None:
+        """rows [processes, n]: this process's own row of every process."""
+        own = rows[self.rank]
+        with self.traffic.collective("all-gather"):
+            _all_gather(rows.view(-1), own, group=self.channel)
+        self.traffic.sent += own.nbytes * (self.world_size - 1)
+
     def collect(self, tensor: Tensor) -> Tensor | None:
         """Like `gather`, on the first process; None on the others."""
         if self.world_size == 1:
