@@ -286,3 +286,27 @@ def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other(brie
         for unit in range(cuts[-1]):
             one_by_one.observe([unit], every[:, unit : unit + 1])
     assert torch.equal(sorter.order(3), one_by_one.order(3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dim", [150_000, 40])  # decided by themselves, and in blocks
+@pytest.mark.parametrize("brief", [balancers.BRIEF, 0])
+def test_whoever_observes_may_change_streams_amid_an_epoch(brief, dim, monkeypatch):
+    """Every step waits for the one before, as a training's would, and then overwrites that one's gradient."""
+    monkeypatch.setattr(balancers, "BRIEF", brief)
+    units, streams = 32, [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
+    gradients = make_gradients("random", 3, 1, units, dim).float()
+    sorter, one_by_one = make("cd_grab", 1, units, dim), make("cd_grab", 1, units, dim, background=False)
+    there, gradient, before = gradients.cuda(), torch.empty(1, 1, dim, device="cuda"), streams[0]
+    for epoch, every in enumerate(gradients):
+        assert torch.equal(sorter.order(epoch), one_by_one.order(epoch))
+        for unit in range(units):
+            stream = streams[(unit // 3 + epoch) % 3]
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000)  # so that what does not wait is too early
+                gradient.copy_(there[epoch, :, unit : unit + 1])
+                sorter.observe([unit], gradient)
+            before = stream
+            one_by_one.observe([unit], every[:, unit : unit + 1])
+    assert torch.equal(sorter.order(3), one_by_one.order(3))
