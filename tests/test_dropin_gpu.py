@@ -7,6 +7,7 @@ import torch.multiprocessing
 from dropin_cases import dataset, gathered, network, parallel, sampler_of, sorted_alone, train
 from sharded_cases import by_layers
 from test_dropin_processes import by_hand, in_order
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, default_collate
 
 from cdgrab.runtime import group as workers
@@ -25,6 +26,16 @@ def on_gpu(batch):
     return [each.cuda() for each in default_collate(batch)]
 
 
+def whole(model):
+    """All weights. (What FSDP has for that fails where gloo would have to send what is on a GPU.)"""
+    parts = gathered(
+        [getattr(each, "to_local", lambda each=each: each)().detach().cpu() for each in model.parameters()]
+    )
+    if isinstance(model, FSDPModule):
+        return torch.cat([torch.cat(rows).flatten() for rows in zip(*parts, strict=True)])
+    return torch.cat([each.flatten() for each in parts[0]])
+
+
 def trained(rank, folder):
     """Saves what everybody visited, its units and the weights, by case."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=PROCESSES)
@@ -34,9 +45,7 @@ def trained(rank, folder):
         model, sampler = wrap(network().cuda()), sampler_of()
         sampler.attach(model, **attach)
         visited = train(model, sampler, loader=DataLoader(dataset(), batch_sampler=sampler, collate_fn=on_gpu))
-        weights = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
-        weights = torch.cat([each.detach().flatten().cpu() for each in weights])
-        found[name] = {"visited": gathered(visited), "units": gathered(sampler._own), "weights": weights}
+        found[name] = {"visited": gathered(visited), "units": gathered(sampler._own), "weights": whole(model)}
     if rank == 0:
         torch.save(found, folder / "found")
     dist.barrier()

@@ -2,8 +2,9 @@
 
 This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
 once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
-order: on a GPU in a separate stream, but for single rows of small models; on a CPU in a thread if a core is free,
-otherwise at once or, with DistributedDataParallel, while the next step's gradients are on their way.
+order: on a GPU in a separate stream, but for single rows of small models and rows that are divided among processes; on
+a CPU in a thread if a core is free, otherwise at once or, with DistributedDataParallel, while the next step's gradients
+are on their way.
 """
 
 from __future__ import annotations

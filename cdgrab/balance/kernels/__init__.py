@@ -1,7 +1,7 @@
 """Fast versions of the loops in `rules`, chosen by device and by what is installed; each is tested equal to them.
 
-numba (`cpu`, `divided`) and Triton (`gpu`) are optional, and are imported when they are first needed: importing numba
-alone takes as long as importing the rest of the library.
+numba (`cpu`, `divided`) and Triton (`gpu`, `divided_gpu`) are optional, and are imported when they are first needed:
+importing numba alone takes as long as importing the rest of the library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def for_device(device: torch.device) -> ModuleType:
 
 @cache
 def _for_shards(on_gpu: bool) -> Callable[..., Tensor]:
-    if not on_gpu and (found := optional("divided")):
+    if found := optional("divided_gpu" if on_gpu else "divided"):
         return found.balance_divided
     if not on_gpu:
         _warn("numba is not installed: signs are decided by slower operations on blocks of rows; pip install numba")
@@ -74,7 +74,7 @@ def balance_divided(
             their limits [n]: those of `balance`, from whole rows, the same on every process
 
     With numba signs are those of `balance`, to the last one. Without it, and on a GPU, nothing is settled: inner
-    products within rounding error of their limits count as ties.
+    products within rounding error of their limits count as ties. On a GPU the host waits for nothing.
     """
     return _for_shards(rows.is_cuda)(rows, running, limits, total, settle, dim or rows.shape[2])
 
