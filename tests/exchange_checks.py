@@ -212,7 +212,7 @@ def main(target):
     found["states"] = states(connect(4))
     assert (found["states"][1] is None) == (group.rank > 0), "one process holds the state of all"
     found["refusals"] = refusals(group)
-    for spread in (Exchange.spread, Exchange.at_once, Exchange.around):
+    for spread in (Exchange.spread, Exchange.in_one_round, Exchange.gather):
         found["exchanged", spread.__name__] = exchanged(group, spread)
     if group.rank == 0:
         torch.save(found, target)

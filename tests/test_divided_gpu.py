@@ -63,7 +63,7 @@ class Shards:
         return found, torch.cat(sums, 1)
 
 
-LONG = 9000 if torch.cuda.is_available() else 700
+LONG = 40_000 if torch.cuda.is_available() else 700  # several tiles for each program
 SHAPES = [(1, 4, 200), (9, 4, 130), (3, 16, 1), (2, 17, 65), (1, 33, 64), (5, 2, LONG), (0, 4, 20), (3, 2, 0)]
 
 

@@ -14,7 +14,7 @@ from cdgrab.runtime import group as workers
 from cdgrab.runtime import overlap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-PROCESSES, PIECE = 4, 8  # so that some pieces are divided evenly and some are not
+PROCESSES, PIECE = 4, 8  # buckets of 18 and 56 coordinates: some pieces are divided evenly, and some are not
 CASES = {
     "ddp": (parallel, {}, torch.float64),
     "ddp, bf16": (parallel, {"compress": "bf16"}, torch.bfloat16),
@@ -39,7 +39,7 @@ def whole(model):
 def trained(rank, folder):
     """Saves what everybody visited, its units and the weights, by case."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=PROCESSES)
-    workers.WHOLE, overlap.GPU_PIECE, overlap.OF_GPU = 0, PIECE, 10**9
+    workers.WHOLE, overlap.GPU_PIECE, overlap.OF_THOSE = 0, PIECE, 10**9
     found = {}
     for name, (wrap, attach, _) in CASES.items():
         model, sampler = wrap(network().cuda()), sampler_of()

@@ -82,7 +82,7 @@ def test_means_have_the_same_bits_on_any_number_of_processes(found, processes):
                 assert torch.equal(mean, exchange.tree_sum(gradients) / workers)
 
 
-@pytest.mark.parametrize("way", ["spread", "at_once", "around"])
+@pytest.mark.parametrize("way", ["spread", "in_one_round", "gather"])
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_results_of_all_owners_reach_everybody(found, processes, way):
     for widths, everybody in zip(widths_of(processes), found[processes]["exchanged", way], strict=True):

@@ -290,13 +290,13 @@ def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other(brie
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dim", [150_000, 40])  # decided by themselves, and in blocks
-@pytest.mark.parametrize("brief", [balancers.BRIEF, 0])
-def test_whoever_observes_may_change_streams_amid_an_epoch(brief, dim, monkeypatch):
+@pytest.mark.parametrize("brief, background", [(balancers.BRIEF, True), (0, True), (0, False)])
+def test_whoever_observes_may_change_streams_amid_an_epoch(brief, background, dim, monkeypatch):
     """Every step waits for the one before, as a training's would, and then overwrites that one's gradient."""
     monkeypatch.setattr(balancers, "BRIEF", brief)
     units, streams = 32, [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
     gradients = make_gradients("random", 3, 1, units, dim).float()
-    sorter, one_by_one = make("cd_grab", 1, units, dim), make("cd_grab", 1, units, dim, background=False)
+    sorter, one_by_one = (make("cd_grab", 1, units, dim, background=how) for how in (background, False))
     there, gradient, before = gradients.cuda(), torch.empty(1, 1, dim, device="cuda"), streams[0]
     for epoch, every in enumerate(gradients):
         assert torch.equal(sorter.order(epoch), one_by_one.order(epoch))
@@ -304,7 +304,7 @@ def test_whoever_observes_may_change_streams_amid_an_epoch(brief, dim, monkeypat
             stream = streams[(unit // 3 + epoch) % 3]
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(200_000)  # so that what does not wait is too early
+                torch.cuda._sleep(5_000_000)  # so that what does not wait is too early
                 gradient.copy_(there[epoch, :, unit : unit + 1])
                 sorter.observe([unit], gradient)
             before = stream

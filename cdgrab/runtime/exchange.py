@@ -36,15 +36,15 @@ class Exchange:
 
     def spread(self) -> None:
         """Send this process's part of the result, and get those of the others. The rows are overwritten."""
-        self.around() if self._vector.is_cuda else self.at_once()
+        self.gather() if self._vector.is_cuda else self.in_one_round()
 
-    def at_once(self) -> None:
-        """On a CPU in one round, from everybody to everybody; see `WorkerGroup.unshard`."""
+    def in_one_round(self) -> None:
+        """From everybody to everybody, as `WorkerGroup.unshard` does on a CPU."""
         self._rows.copy_(self._parts[self._group.rank])
         self._group.exchange(self._rows.view(-1), self._own, self._widths, out=self._vector)
 
-    def around(self) -> None:
-        """A gather takes parts of equal length."""
+    def gather(self) -> None:
+        """In place: of the vector, if all parts are of equal length, otherwise of the room, where they are padded."""
         longest = max(self._widths)
         if min(self._widths) == longest:
             return self._group.gather_in_place(self._vector.view(-1, longest))

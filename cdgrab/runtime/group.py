@@ -96,7 +96,7 @@ class WorkerGroup:
         return out
 
     def gather_in_place(self, rows: Tensor) -> None:
-        """rows [processes, n]: this process's own row of every process."""
+        """rows [processes, n]: each process has written its own row, and gets those of the others."""
         own = rows[self.rank]
         with self.traffic.collective("all-gather"):
             _all_gather(rows.view(-1), own, group=self.channel)
@@ -158,11 +158,7 @@ class WorkerGroup:
     def _exchanged(self, mine: Tensor, widths: list[int]) -> Tensor:
         """On a CPU in one round, from everybody to everybody. A ring gather takes a round per process, and rounds are
         what takes time if processes share cores."""
-        whole, copies = mine.new_empty(sum(widths)), mine.repeat(self.world_size)
-        with self.traffic.collective("exchange"):
-            dist.all_to_all_single(whole, copies, widths, [len(mine)] * self.world_size, group=self.channel)
-        self.traffic.sent += mine.nbytes * (self.world_size - 1)
-        return whole
+        return self.exchange(mine.repeat(self.world_size), [len(mine)] * self.world_size, widths)
 
     def exchange(self, sent: Tensor, sizes: list[int], coming: list[int], out: Tensor | None = None) -> Tensor:
         """To each process so many of the numbers that are sent, one behind the other -> those that come from each. out:

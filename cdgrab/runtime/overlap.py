@@ -38,8 +38,8 @@ from cdgrab.runtime.shared import SharedBucket, Sharing
 
 # Coordinates at a time, or a part of all parameters if that is more. Each piece takes time to begin.
 PIECE, OF_ALL = 2**16, 64  # of what is copied on a CPU until buckets have settled
-LONG_PIECE, OF_THESE = 2**20, 16  # of what is copied there to be sent in another type, and of collectives there
-GPU_PIECE, OF_GPU = 2**19, 32
+LONG_PIECE, OF_THESE = 2**20, 16  # of what is copied there to be sent in another type, or goes by collectives
+GPU_PIECE, OF_THOSE = 2**19, 32  # of what goes by collectives on a GPU
 
 
 class OverlappingHook:
@@ -74,7 +74,7 @@ class OverlappingHook:
         self._beside = OnStream(self._group, self._device) if on_gpu else InThread(self._group)
         group = self._beside.group
         self._averages = Averages(group, self._observer, self._wire, self._mean, self._averaging)
-        least, most = (GPU_PIECE, OF_GPU) if on_gpu else (LONG_PIECE, OF_THESE)
+        least, most = (GPU_PIECE, OF_THOSE) if on_gpu else (LONG_PIECE, OF_THESE)
         self._piece = max(least, -(-self._dim // most))
         if on_gpu or group.world_size == 1:
             return
@@ -150,8 +150,9 @@ class OverlappingHook:
         return self._buckets[index][1]
 
     def _cut(self, parameters: tuple[int, ...], length: int, index: int) -> list[Piece]:
-        number, processes = -(-length // self._piece), self._group.world_size
-        ends = [length * i // number // processes * processes for i in range(1, number)] + [length] * (number > 0)
+        """All pieces but the last one can be divided evenly, so that results are gathered in place."""
+        number, even = -(-length // self._piece), self._group.world_size
+        ends = [length * i // number // even * even for i in range(1, number)] + [length] * (number > 0)
         inside = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         lengths = [piece.stop - piece.start for piece in inside]
         slices = deal([self._places[name][1] for name in parameters], lengths)

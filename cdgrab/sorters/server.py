@@ -2,9 +2,9 @@
 
 This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
 once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
-order: on a GPU in a separate stream, but for single rows of small models and rows that are divided among processes; on
-a CPU in a thread if a core is free, otherwise at once or, with DistributedDataParallel, while the next step's gradients
-are on their way.
+order: on a GPU in a separate stream, but for single rows of small models; on a CPU in a thread if a core is free,
+otherwise at once or, with DistributedDataParallel, while the next step's gradients are on their way. Several processes
+decide at once, in the training's stream, unless `background` asks for more.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ class OrderServer:
 
     def _begin(self, first: int, rows: Tensor) -> None:
         if not self._background:
-            signs = self._balancer.decide(first, rows)
-            self._decided.append(_Signs(first, lambda: signs))
-            self._spares = [(rows, None)]
+            self._decide_here(first, rows)
         elif not rows.is_cuda:
             self._pool = self._pool or ThreadPoolExecutor(1, "order server")
             future = self._pool.submit(self._balancer.decide, first, rows)
@@ -173,6 +171,14 @@ class OrderServer:
             self._decide_row(first, rows)
         else:
             self._decide_block(first, rows)
+
+    def _decide_here(self, first: int, rows: Tensor) -> None:
+        """At once; on a GPU in the stream of whoever observes, where later rows may come in another one."""
+        stream = self._stream_for(rows, beside=False) if rows.is_cuda else None
+        decide = partial(self._streams.queue, stream, self._balancer.decide) if stream else self._balancer.decide
+        signs = decide(first, rows)
+        self._decided.append(_Signs(first, lambda: signs))
+        self._spares = [(rows, stream)]
 
     def _decide_row(self, first: int, row: Tensor) -> None:
         """On a GPU. A brief row in the training's stream: to lead it to another one takes the host longer than the GPU

@@ -74,7 +74,8 @@ def balance_divided(
             their limits [n]: those of `balance`, from whole rows, the same on every process
 
     With numba signs are those of `balance`, to the last one. Without it, and on a GPU, nothing is settled: inner
-    products within rounding error of their limits count as ties. On a GPU the host waits for nothing.
+    products within rounding error of their limits count as ties. With Triton the host does not wait for the GPU, unless
+    `total` does.
     """
     return _for_shards(rows.is_cuda)(rows, running, limits, total, settle, dim or rows.shape[2])
 

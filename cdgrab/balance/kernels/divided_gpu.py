@@ -1,5 +1,6 @@
-"""Rows whose coordinates are divided among the GPUs of several processes, as Triton kernels. Nothing here waits for the
-GPU, and memory is needed for inner products only: a training decides its rows between two steps.
+"""The loop of `rules.balance` for coordinates that are divided among the GPUs of several processes, as two Triton
+kernels. The host does not wait for the GPU, and only inner products need memory: rows are decided while a model trains,
+between two steps.
 
 Up to 32 rows are decided at once, as in `gpu`: every process multiplies its own coordinates, the products are summed
 over all processes, and from these each process finds the same signs.
@@ -14,14 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdgrab.balance import rules
 from cdgrab.balance.kernels.bounds import check_sizes
-from cdgrab.balance.kernels.gpu import _decide
+from cdgrab.balance.kernels.gpu import ROUNDING, _decide, _tile
 from cdgrab.balance.kernels.launching import cut, launch
 
 Total = Callable[[Tensor], Tensor]
 COLUMNS, MOST_PROGRAMS, MOST_ROWS = 64, 256, 32
-ROUNDING = tl.constexpr(rules.ROUNDING)
 COUNTS = ["count", "width", "tiles"]  # do not specialise kernels on these values
 
 
@@ -46,13 +45,6 @@ def _decide_some(running: Tensor, total: Total, rows: Tensor, limits: Tensor, si
     launch(_add_rows_kernel, (programs, 1, 1), (*where, products, limits, signs), sizes, 4, False)
 
 
-@triton.jit
-def _of_rows(rows, column, count, width, ROWS: tl.constexpr):
-    row = tl.arange(0, ROWS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    return tl.load(rows + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0)
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def _multiply_rows_kernel(rows, running, count, width, tiles, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Inner products of rows with each other and, behind those, with the running sum, over some of the coordinates."""
@@ -60,7 +52,7 @@ def _multiply_rows_kernel(rows, running, count, width, tiles, parts, ROWS: tl.co
     gram, inner = tl.zeros((ROWS, ROWS), tl.float64), tl.zeros((ROWS, COLUMNS), tl.float64)
     for tile in range(tiles):
         column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        some = _of_rows(rows, column, count, width, ROWS).to(tl.float64)
+        some = _tile(rows, lane.to(tl.int64) * width, lane < count, column, width).to(tl.float64)
         gram = tl.dot(some, tl.trans(some), gram, out_dtype=tl.float64)
         inner += some * tl.load(running + column, mask=column < width, other=0.0)[None, :]
     mine = parts + program * (ROWS + 1) * ROWS
@@ -72,8 +64,8 @@ def _multiply_rows_kernel(rows, running, count, width, tiles, parts, ROWS: tl.co
 def _add_rows_kernel(
     rows, running, count, width, tiles, products, limits, signs, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Every program decides all signs for itself, and adds its part of the signed rows. Rows as long as any of them may
-    have cancelled in the running sum."""
+    """Every program decides all signs for itself, and adds its part of the signed rows. Limits are raised by the
+    rounding error of a row's product with the running sum, in which rows as long as any of these may have cancelled."""
     program, lane = tl.program_id(0), tl.arange(0, ROWS)
     gram = tl.load(products + lane[:, None] * ROWS + lane[None, :])
     inner = tl.load(products + ROWS * ROWS + lane)
@@ -84,6 +76,6 @@ def _add_rows_kernel(
         tl.store(signs + lane, found.to(tl.int8), mask=lane < count)
     for tile in range(tiles):
         column = (program * tiles + tile).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-        some = _of_rows(rows, column, count, width, ROWS).to(tl.float64)
+        some = _tile(rows, lane.to(tl.int64) * width, lane < count, column, width).to(tl.float64)
         r = tl.load(running + column, mask=column < width, other=0.0) + tl.sum(some * found[:, None], axis=0)
         tl.store(running + column, r, mask=column < width)

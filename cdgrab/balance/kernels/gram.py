@@ -1,4 +1,4 @@
-"""The loops of `rules` as a few large operations per block: for divided coordinates, and where Triton is missing.
+"""The loops of `rules` as a few large operations per block: where numba or Triton is missing.
 
 For rows D and a running sum r, with G = D·Dᵀ and c = D·r, the inner product of row j with the running sum, when its
 turn comes, is c_j + Σ_{i<j} s_i G_ij. So the signs follow from a recursion over numbers, and then r += Σ s_j D_j. Rows
