@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sorter_cases import GRADIENT_AWARE, feed, make, make_gradients, run
+from torch import nn
 
 import cdgrab
 from cdgrab import CdgrabError
+from cdgrab.dropin.parts import Layout, Parts
 from cdgrab.sorters import balancers
 from cdgrab.sorters.server import OrderServer
 
@@ -297,7 +299,8 @@ def test_whoever_observes_may_change_streams_amid_an_epoch(brief, background, di
     units, streams = 32, [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
     gradients = make_gradients("random", 3, 1, units, dim).float()
     sorter, one_by_one = (make("cd_grab", 1, units, dim, background=how) for how in (background, False))
-    there, gradient, before = gradients.cuda(), torch.empty(1, 1, dim, device="cuda"), streams[0]
+    there, gradient, before = gradients.cuda(), torch.empty(dim, device="cuda"), streams[0]
+    layout = Layout([nn.Parameter(torch.empty_like(gradient))])
     for epoch, every in enumerate(gradients):
         assert torch.equal(sorter.order(epoch), one_by_one.order(epoch))
         for unit in range(units):
@@ -305,8 +308,8 @@ def test_whoever_observes_may_change_streams_amid_an_epoch(brief, background, di
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(5_000_000)  # so that what does not wait is too early
-                gradient.copy_(there[epoch, :, unit : unit + 1])
-                sorter.observe([unit], gradient)
+                gradient.copy_(there[epoch, 0, unit])
+                sorter.observe_parts(Parts(layout, [gradient]))  # `observe` waits for the GPU
             before = stream
             one_by_one.observe([unit], every[:, unit : unit + 1])
     assert torch.equal(sorter.order(3), one_by_one.order(3))
