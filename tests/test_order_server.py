@@ -294,7 +294,8 @@ def test_rows_that_come_alone_and_in_blocks_are_decided_one_after_the_other(brie
 @pytest.mark.parametrize("dim", [150_000, 40])  # decided by themselves, and in blocks
 @pytest.mark.parametrize("brief, background", [(balancers.BRIEF, True), (0, True), (0, False)])
 def test_whoever_observes_may_change_streams_amid_an_epoch(brief, background, dim, monkeypatch):
-    """Every step waits for the one before, as a training's would, and then overwrites that one's gradient."""
+    """Every step waits for the one before, as a training's would, and then overwrites that one's gradient. The order is
+    asked for in a stream that waits for none."""
     monkeypatch.setattr(balancers, "BRIEF", brief)
     units, streams = 32, [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
     gradients = make_gradients("random", 3, 1, units, dim).float()

@@ -47,6 +47,8 @@ class OrderServer:
         self._pool: ThreadPoolExecutor | None = None
         self._streams: Streams | None = None  # of the GPU on which rows are
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
+        self._seen: torch.cuda.Stream | None = None  # in which the last call came
+        self._moving = False  # calls have come in several streams: memory may be of another one than it is used in
         # memory of rows, each with the stream in which they are decided, if that may not be done yet
         self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
         self.forget()
@@ -69,6 +71,8 @@ class OrderServer:
         once another submission of this size would exceed a block."""
         if self._next not in (None, first):
             raise CdgrabError(LOST)
+        if rows.is_cuda:
+            self._follow_calls(rows.device)
         self._first = first if not self._collected else self._first
         self._collected.append(rows)
         whole = rows.shape[-1] == self._balancer.dim
@@ -84,6 +88,8 @@ class OrderServer:
         to it. sparing: if more would exceed the buffer, wait for the memory of rows that are being decided; on a GPU
         only the stream waits."""
         size = math.prod(shape)
+        if like.is_cuda:
+            self._follow_calls(like.device)
         self.flush_full()
         while self._running and self._running[0].done():
             self._wait_for_oldest()
@@ -114,7 +120,11 @@ class OrderServer:
             raise CdgrabError(LOST)
         if not self._collected:
             return
-        rows = self._collected[0] if len(self._collected) == 1 else torch.cat(self._collected)
+        if (one := self._collected[0]).is_cuda:
+            self._follow_calls(one.device)
+            for some in self._collected if self._moving else ():
+                some.record_stream(self._seen)
+        rows = one if len(self._collected) == 1 else torch.cat(self._collected)
         while self._running and self._waiting_bytes() + rows.nbytes > self._buffer_bytes:
             self._wait_for_oldest()
         self._handing_over = True  # stays true if interrupted: then it is unknown whether the rows were decided
@@ -128,9 +138,9 @@ class OrderServer:
         while self._running:
             self._wait_for_oldest()
         decided, self._decided, self._in_turn = self._decided, [], None
+        self._follow_decided()
         if not decided:
             return None
-        self._follow_decided()
         return decided[0].first, torch.cat([some.signs() for some in decided]).cpu()
 
     def drain(self) -> None:
@@ -141,7 +151,18 @@ class OrderServer:
                 block.wait()
         self._follow_decided()
 
+    def _follow_calls(self, device: torch.device) -> None:
+        """What is queued in the caller's stream from now on comes after what was, by the last call, in that one's. An
+        epoch may be trained in one stream and end in another."""
+        if self._streams is None or self._streams.device != device:
+            self._streams, self._spares, self._seen = Streams(device), [], None
+        last, self._seen = self._seen, self._streams.current()
+        if last and self._streams.follow(self._seen, last):
+            self._moving = True
+
     def _follow_decided(self) -> None:
+        if self._streams:
+            self._follow_calls(self._streams.device)
         if self._last:
             self._streams.follow(self._streams.current(), self._last)
 
@@ -204,14 +225,11 @@ class OrderServer:
 
     def _stream_for(self, rows: Tensor, beside: bool) -> torch.cuda.Stream:
         """In which these rows are to be decided, after all that were decided before."""
-        if self._streams is None or self._streams.device != rows.device:
-            self._streams, self._spares = Streams(rows.device), []
-        streams = self._streams
-        current = streams.current()
+        streams, current = self._streams, self._seen
         stream = streams.beside() if beside else current
         streams.follow(stream, current)
         last, self._last = self._last, stream
-        if beside or last is not stream:
+        if beside or self._moving or last is not stream:
             if last:
                 streams.follow(stream, last)
             rows.record_stream(stream)  # they may have been allocated in another one
