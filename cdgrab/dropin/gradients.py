@@ -9,9 +9,10 @@ Memory that a training does not have otherwise, in numbers of four bytes per par
     DDP, FSDP  2 / processes    this process's coordinates of the running sum
                      1    its coordinates of everybody's pairs
                           and what is on its way: of FSDP two modules; of DDP on a GPU two pieces of a 32nd of all
-                          parameters or 2 MB, and half of one; on a CPU a chunk of 0.5 MB (see `runtime.flows`), and
-                          copies of two pieces: in the first steps of a 64th, with `compress=` always of up to 4 MB.
-                          Processes that share memory (`runtime.shared`) need nothing more after the first steps
+                          parameters or 2 MB, and half of one, or twice that in the first steps and with `compress=`;
+                          on a CPU a chunk of 0.5 MB (see `runtime.flows`), and copies of two pieces: in the first
+                          steps of a 64th, with `compress=` always of up to 4 MB. Processes that share memory
+                          (`runtime.shared`) need nothing more after the first steps
 
 Where hooks on all parameters are needed (see `BackwardPasses`), gradients that they hold on to come on top: 1, and 1
 more if they are accumulated. In the first passes, too, but for gradients that autograd moves to an empty .grad: these
