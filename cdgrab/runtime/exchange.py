@@ -44,7 +44,7 @@ class Exchange:
         self._group.exchange(self._rows.view(-1), self._own, self._widths, out=self._vector)
 
     def gather(self) -> None:
-        """In place: of the vector, if all parts are of equal length, otherwise of the room, where they are padded."""
+        """In place: in the vector, if all parts are of equal length, otherwise in the room, where they are padded."""
         longest = max(self._widths)
         if min(self._widths) == longest:
             return self._group.gather_in_place(self._vector.view(-1, longest))

@@ -3,8 +3,8 @@
 This is the order server that the conclusion of the CD-GraB paper (arXiv 2302.00845) asks for. Orders are needed only
 once per epoch, so signs may be decided late. Rows are collected into blocks as they arrive and decided strictly in
 order: on a GPU in a separate stream, but for single rows of small models; on a CPU in a thread if a core is free,
-otherwise at once or, with DistributedDataParallel, while the next step's gradients are on their way. Several processes
-decide at once, in the training's stream, unless `background` asks for more.
+otherwise at once or, with DistributedDataParallel, while the next step's gradients are on their way. On GPUs of
+several processes rows are decided at once, in the training's stream, unless `background` asks for more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OrderServer:
         self._streams: Streams | None = None  # of the GPU on which rows are
         self._last: torch.cuda.Stream | None = None  # in which rows were decided last
         self._seen: torch.cuda.Stream | None = None  # in which the last call came
-        self._moving = False  # calls have come in several streams: memory may be of another one than it is used in
+        self._moving = False  # calls have come in several streams: memory may be used in others than it was made in
         # memory of rows, each with the stream in which they are decided, if that may not be done yet
         self._spares: list[tuple[Tensor, torch.cuda.Stream | None]] = []
         self.forget()
@@ -150,15 +150,18 @@ class OrderServer:
             with contextlib.suppress(Exception):
                 block.wait()
         self._follow_decided()
+        if self._moving:  # what is dropped after this is in use in no stream
+            self._streams.current().synchronize()
 
     def _follow_calls(self, device: torch.device) -> None:
-        """What is queued in the caller's stream from now on comes after what was, by the last call, in that one's. An
-        epoch may be trained in one stream and end in another."""
+        """Whatever the caller queues from now on comes after all that is queued so far in the stream of the last call:
+        an epoch may be trained in one stream and end in another."""
         if self._streams is None or self._streams.device != device:
-            self._streams, self._spares, self._seen = Streams(device), [], None
-        last, self._seen = self._seen, self._streams.current()
-        if last and self._streams.follow(self._seen, last):
+            self._streams, self._spares = Streams(device), []
+        current = self._streams.current()
+        if self._seen and self._streams.follow(current, self._seen):
             self._moving = True
+        self._seen = current
 
     def _follow_decided(self) -> None:
         if self._streams:
@@ -194,7 +197,7 @@ class OrderServer:
             self._decide_block(first, rows)
 
     def _decide_here(self, first: int, rows: Tensor) -> None:
-        """At once; on a GPU in the stream of whoever observes, where later rows may come in another one."""
+        """At once; on a GPU in the stream of whoever observes. Later rows may come in another."""
         stream = self._stream_for(rows, beside=False) if rows.is_cuda else None
         decide = partial(self._streams.queue, stream, self._balancer.decide) if stream else self._balancer.decide
         signs = decide(first, rows)

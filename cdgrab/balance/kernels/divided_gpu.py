@@ -1,6 +1,6 @@
 """The loop of `rules.balance` for coordinates that are divided among the GPUs of several processes, as two Triton
-kernels. The host does not wait for the GPU, and only inner products need memory: rows are decided while a model trains,
-between two steps.
+kernels. The host does not wait for the GPU, unless `total` does, and only inner products need memory: rows are decided
+while a model trains, between two steps.
 
 Up to 32 rows are decided at once, as in `gpu`: every process multiplies its own coordinates, the products are summed
 over all processes, and from these each process finds the same signs.
