@@ -90,16 +90,16 @@ class WorkerGroup:
             return tensor
         out = tensor.new_empty((len(tensor) * self.world_size, *tensor.shape[1:]))
         if out.numel():
-            with self.traffic.collective("all-gather"):
-                _all_gather(out, tensor.contiguous(), group=self.channel)
-            self.traffic.sent += tensor.nbytes * (self.world_size - 1)
+            self._gather_into(out, tensor.contiguous())
         return out
 
     def gather_in_place(self, rows: Tensor) -> None:
         """rows [processes, n]: each process has written its own row, and gets those of the others."""
-        own = rows[self.rank]
+        self._gather_into(rows.view(-1), rows[self.rank])
+
+    def _gather_into(self, out: Tensor, own: Tensor) -> None:
         with self.traffic.collective("all-gather"):
-            _all_gather(rows.view(-1), own, group=self.channel)
+            _all_gather(out, own, group=self.channel)
         self.traffic.sent += own.nbytes * (self.world_size - 1)
 
     def collect(self, tensor: Tensor) -> Tensor | None:

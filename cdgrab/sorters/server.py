@@ -71,8 +71,6 @@ class OrderServer:
         once another submission of this size would exceed a block."""
         if self._next not in (None, first):
             raise CdgrabError(LOST)
-        if rows.is_cuda:
-            self._follow_calls(rows.device)
         self._first = first if not self._collected else self._first
         self._collected.append(rows)
         whole = rows.shape[-1] == self._balancer.dim
@@ -82,6 +80,8 @@ class OrderServer:
         self._full = self._collected_bytes + size > self._balancer.block_bytes
         if self._full and not self._late:
             self.flush()
+        elif rows.is_cuda:
+            self._follow_calls(rows.device)
 
     def room(self, like: Tensor, *shape: int, sparing: bool = True) -> Tensor:
         """Memory for rows: that of decided ones, if there is any. On a CPU getting new memory takes longer than writing
@@ -198,9 +198,8 @@ class OrderServer:
 
     def _decide_here(self, first: int, rows: Tensor) -> None:
         """At once; on a GPU in the stream of whoever observes. Later rows may come in another."""
-        stream = self._stream_for(rows, beside=False) if rows.is_cuda else None
-        decide = partial(self._streams.queue, stream, self._balancer.decide) if stream else self._balancer.decide
-        signs = decide(first, rows)
+        decide, stream = self._balancer.decide, self._stream_for(rows, beside=False) if rows.is_cuda else None
+        signs = self._streams.queue(stream, decide, first, rows) if stream else decide(first, rows)
         self._decided.append(_Signs(first, lambda: signs))
         self._spares = [(rows, stream)]
 
