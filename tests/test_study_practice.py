@@ -136,8 +136,17 @@ def small():
 
 @pytest.fixture
 def settings(small):
-    """With five seeds."""
-    return small.at(5).settings
+    """With five seeds of every cell."""
+    return with_seeds(small.at(5).settings)
+
+
+def with_seeds(settings, **own):
+    """With these seeds of some cells, and no more than the study's of the others."""
+    changed = OmegaConf.to_container(settings)
+    for name, cell in changed["cells"].items():
+        cell.pop("seeds", None)
+        cell |= {"seeds": own[name]} if name in own else {}
+    return OmegaConf.create(changed)
 
 
 def test_all_of_it_with_cells_left_out_and_added_and_rates_chosen_anew(small, monkeypatch, tmp_path):
@@ -243,7 +252,7 @@ def test_gains_losses_and_what_does_not_matter_are_told_apart(settings):
     assert found["MLP, HMDA: the rate is the best of those tried with shuffle=True"] == "holds"
     rows = practice_figures.summary_table(table, settings).splitlines()[2:]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert [(row[0], row[1], row[5], row[6]) for row in rows] == [
+    assert [(row[0], row[1], row[6], row[7]) for row in rows] == [
         ("MLP, HMDA", "batches", "helps", "1.05 ×"),
         ("MLP, HMDA", 'examples (`unit="example"`)', "makes no difference", "1.05 ×"),
         (label, "batches", "helps", "–"),
@@ -264,6 +273,48 @@ def test_one_of_many_comparisons_may_differ_by_chance(settings):
     found = {verdict.claim: verdict for _, verdict in practice.judged(practice.ends(table), settings)}
     assert found[claim].answer == "undecided" and found[claim].note.endswith("not among 14 claims")
     assert answers(beyond_chance(practice.verdicts(table, settings)))[claim] == "undecided"
+
+
+def test_a_cell_may_have_more_seeds_and_pays_for_every_look(settings):
+    from scipy import stats
+
+    more = with_seeds(settings, mlp=[5, 10])
+    seeds = {name: set() for name in more.cells}
+    for part in practice.parts(more):
+        seeds[part.key["cell"]] |= {part.key["seed"]} if part.key["kind"] == "trained" else set()
+    assert {name: some for name, some in seeds.items() if some} == {
+        "mlp": set(range(10)),
+        "lenet_augmented": set(range(5)),
+    }
+    table = made_up_table(more, lambda cell, arm: 0.9 if arm == "batch" else 1.0)
+    claim = "MLP, HMDA: CD-GraB's batches beat fresh batches in train loss"
+    found = {verdict.claim: verdict for verdict in practice.verdicts(table, more)}[claim]
+    gain = practice.compared(practice.ends(table), more, "mlp", "batch", "shuffle", practice.LOSS)
+    half = stats.t.ppf(1 - 0.05 / 2 / 2, 9) * gain.gains.std() / 10**0.5  # half of the 5 % for each look
+    assert (gain.gain.low, gain.gain.high) == pytest.approx((gain.gains.mean() - half, gain.gains.mean() + half))
+    assert found.seeds == 10 and found.answer == "holds" and found.measured == str(gain.gain)
+    assert found.p == pytest.approx(2 * stats.ttest_1samp(gain.gains, 0).pvalue, rel=1e-6)
+    rows = [row.split("|") for row in practice_figures.summary_table(table, more).splitlines()]
+    assert [row[6].strip() for row in rows if "MLP, HMDA" in row[1]] == ["10", "10"]
+    few = OmegaConf.merge(more, {"seeds": 1})  # whoever wants few of the study has few of all
+    assert {part.key["seed"] for part in practice.parts(few) if part.key["kind"] == "trained"} == {0}
+
+
+def test_seeds_are_added_to_a_cell_and_looks_are_not_forgotten(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(practice, "train", lambda *case: {"epoch": [1], "train_loss": [1.0], "dim": 1})
+    monkeypatch.setattr(practice, "cost", lambda *case: {"round": [1]})
+    monkeypatch.setattr(practice, "verdicts", lambda table, settings: [])
+    before = replace(small, directory=tmp_path / "smoke-embedded", settings=with_seeds(small.settings))
+    carry_out(before)
+    done = [line for line in before.lines() if line["kind"] == "trained" and line["cell"] == "mlp"]
+    more = replace(before, settings=with_seeds(small.settings, mlp=[1, 3]))
+    carry_out(more)
+    found = [line for line in more.lines() if line["kind"] == "trained" and line["cell"] == "mlp"]
+    assert len(found) == 3 * len(done) and all(line in found for line in done) and more.complete()
+    assert "1 to 3 seeds" in more.caption() and "· 1 seed ·" in before.at(1).caption()
+    for forgetful in (before.settings, with_seeds(small.settings, mlp=3)):
+        with pytest.raises(CdgrabError, match="holds results with other cells"):
+            carry_out(replace(more, settings=forgetful))
 
 
 def test_pilots_do_not_count_and_are_made_with_shuffling_only(settings):

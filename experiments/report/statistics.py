@@ -28,8 +28,9 @@ _looks = ContextVar("looks", default=1)
 @contextmanager
 def looking(times: int) -> Iterator[None]:
     """Within it, intervals are wider and p values larger, for results that are judged this many times while seeds are
-    added: every look has an equal share of the 5 % (Bonferroni), so that all of them together err no more often."""
-    token = _looks.set(times)
+    added: every look has an equal share of the 5 % (Bonferroni), so that all of them together err no more often. Inside
+    another the larger number counts."""
+    token = _looks.set(max(times, _looks.get()))
     try:
         yield
     finally:

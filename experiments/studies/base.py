@@ -38,7 +38,7 @@ from experiments.store.files import home
 from experiments.store.lock import locked
 from experiments.studies.changes import differs, grown, known_cells
 from experiments.studies.parts import Part, computed
-from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds, beyond_chance, looks_of
+from experiments.studies.verdicts import UNDECIDED, Verdict, beside_all_seeds, beyond_chance, looks_at, looks_of
 from experiments.tasks import locate_data
 from experiments.training.composition import compose_config
 from experiments.training.config import flatten
@@ -140,9 +140,15 @@ class Study:
         commits = dict.fromkeys(made["commit"] or "unknown" for made in (*manifest.get("earlier", ()), manifest))
         return (
             f"{'EMBEDDED DATA: ' * self.embedded}{data}size {self.directory.name} · "
-            f"{plural(seeds or self.seeds, 'seed')} · {seconds:.0f} s · "
+            f"{plural(seeds, 'seed') if seeds else self._seeds_in_words()} · {seconds:.0f} s · "
             f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
         )
+
+    def _seeds_in_words(self) -> str:
+        """Cells may have more than the others."""
+        settings = self.at(self.seeds).settings
+        own = {looks_at(settings, name)[-1] for name in settings.get("cells", ())} or {self.seeds}
+        return plural(min(own), "seed") if len(own) == 1 else f"{min(own)} to {max(own)} seeds"
 
     def _used_tasks(self) -> set[str]:
         """Those of the cells that were carried out; without cells all of them."""

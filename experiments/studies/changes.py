@@ -37,7 +37,8 @@ def differs(key: str, stored: dict, settings: dict) -> bool:
     if key == "cells":
         usual = settings.get("usual", {}).get("arms", ())
         both = ((before[name], now[name]) for name in before.keys() & now.keys())
-        return not all(_has_all_of(*each, usual) and _has_methods(*each, stored, settings) for each in both)
+        seeds = stored.get("seeds"), settings.get("seeds")
+        return not all(_has_all_of(*each, usual, seeds) and _has_methods(*each, stored, settings) for each in both)
     if key == "models":
         used = {own.get("model") or own.get("base") for own in stored.get("cells", {}).values()}
         return not all(_same_model(before[name], now.get(name, {})) for name in used & before.keys())
@@ -57,11 +58,13 @@ def _same_model(before: dict, now: dict) -> bool:
     return before == now or (looks and before | {"seeds": None} == now | {"seeds": None})
 
 
-def _has_all_of(before: dict, now: dict, usual: Sequence[str]) -> bool:
-    """Whether a cell is the same but for methods, and arms that were added; usual: those of a cell that names none."""
+def _has_all_of(before: dict, now: dict, usual: Sequence[str], seeds: tuple) -> bool:
+    """Whether a cell is the same but for methods, and for arms and seeds that were added; usual, seeds: those of a cell
+    that names none, seeds then and now."""
     arms_before, arms = (set(own.get("arms", usual)) for own in (before, now))
-    others = dict.fromkeys(("arms", "methods"))
-    return before | others == now | others and arms_before <= arms
+    had, has = (own.get("seeds", of_all) for own, of_all in zip((before, now), seeds, strict=True))
+    others = dict.fromkeys(("arms", "methods", "seeds"))
+    return before | others == now | others and arms_before <= arms and (had == has or _looks_again(had, has))
 
 
 def _has_methods(before: dict, now: dict, stored: dict, settings: dict) -> bool:

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.report.kinds import DataFrame, Series
 from experiments.report.names import LOSS
-from experiments.report.statistics import SAME_LOSS, counted, median
+from experiments.report.statistics import SAME_LOSS, Estimate, counted, estimate, looking, median
 from experiments.report.text import minus
 from experiments.studies.parts import Part
 from experiments.studies.practice_training import BATCH, COIN, EXAMPLE, FIXED, REFORMED, ROTATED, SHUFFLE, cost, train
-from experiments.studies.verdicts import Verdict, beyond_chance, judge, repeated, select
+from experiments.studies.verdicts import Verdict, beyond_chance, judge, looks_at, repeated, select
 
 PILOT, TRAINED, COST = "pilot", "trained", "cost"  # kinds of parts
 PILOT_SEEDS = 1000  # the first of those that do not count
@@ -60,7 +60,7 @@ def parts(settings: DictConfig) -> Iterator[Part]:
             yield _part(PILOT, _base(settings, base), base, SHUFFLE, seed, rate)
     for name in cells(settings):
         chosen = cell(settings, name)
-        for seed, arm in product(range(settings.seeds), chosen["arms"]):
+        for seed, arm in product(range(looks_at(settings, name)[-1]), chosen["arms"]):
             yield _part(TRAINED, chosen, name, arm, seed, _rate(settings, name))
     for name in cells(settings):
         chosen = cell(settings, name)
@@ -117,13 +117,19 @@ def _rate(settings: DictConfig, name: str) -> float:
 @dataclass(frozen=True)
 class Comparison:
     """One arm with another in one cell. gains: by seed, above 0 where `arm` is better, in % of the control's loss or in
-    points of the score."""
+    points of the score; looks: after how many seeds it is judged."""
 
     cell: str
     arm: str
     control: str
     metric: str
     gains: Series
+    looks: list[int]
+
+    @property
+    def gain(self) -> Estimate:
+        with looking(len(self.looks)):
+            return estimate(self.gains)
 
 
 def ends(table: DataFrame) -> DataFrame:
@@ -134,25 +140,26 @@ def ends(table: DataFrame) -> DataFrame:
     return runs.mean().join(runs.last().add_prefix("last "))
 
 
-def compared(means: DataFrame, name: str, arm: str, control: str, metric: str) -> Comparison:
+def compared(means: DataFrame, settings: DictConfig, name: str, arm: str, control: str, metric: str) -> Comparison:
     """means: as of `ends`."""
     ours, theirs = (means.loc[(name, which), metric] for which in (arm, control))
     gains = ours - theirs if metric == SCORE else 100 * (theirs - ours) / theirs.mean()
-    return Comparison(name, arm, control, metric, gains)
+    return Comparison(name, arm, control, metric, gains, looks_at(settings, name))
 
 
 def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:
     """Of every cell, all that are judged."""
     for name in cells(settings):
-        yield compared(means, name, FIXED, SHUFFLE, LOSS)
+        of_cell = partial(compared, means, settings, name)
+        yield of_cell(FIXED, SHUFFLE, LOSS)
         for arm in (arm for arm in cell(settings, name)["arms"] if arm not in (SHUFFLE, FIXED)):
-            yield compared(means, name, arm, SHUFFLE, LOSS)
-            yield compared(means, name, arm, FIXED, LOSS)
-            yield compared(means, name, arm, SHUFFLE, SCORE)
+            yield of_cell(arm, SHUFFLE, LOSS)
+            yield of_cell(arm, FIXED, LOSS)
+            yield of_cell(arm, SHUFFLE, SCORE)
             if arm == COIN:
-                yield compared(means, name, BATCH, COIN, LOSS)
+                yield of_cell(BATCH, COIN, LOSS)
             if arm == ROTATED:
-                yield compared(means, name, ROTATED, BATCH, LOSS)
+                yield of_cell(ROTATED, BATCH, LOSS)
 
 
 def judged(means: DataFrame, settings: DictConfig) -> Iterator[tuple[Comparison, Verdict]]:
@@ -171,7 +178,9 @@ def _better(each: Comparison, settings: DictConfig) -> Verdict:
     loss, where = each.metric == LOSS, cell_label(settings, each.cell)
     words = f"{where}: {ARMS[each.arm]} beat {ARMS[each.control]} in {'train loss' if loss else 'validation score'}"
     note = "gain in % of the loss" if loss else "gain in points"
-    return judge(words, each.gains, note, least=0.0, margin=SAME_LOSS if loss else SAME_SCORE)
+    with looking(len(each.looks)):
+        verdict = judge(words, each.gains, note, least=0.0, margin=SAME_LOSS if loss else SAME_SCORE)
+    return repeated(verdict, each.looks[-1]) if "seeds" in settings.cells[each.cell] else verdict
 
 
 def _cheap(table: DataFrame, settings: DictConfig, name: str) -> Verdict:

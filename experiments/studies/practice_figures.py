@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 from experiments.report import plots, text
 from experiments.report.kinds import Axes, DataFrame, Figure
 from experiments.report.names import LOSS
-from experiments.report.statistics import estimate
 from experiments.studies.base import Study
 from experiments.studies.practice import (
     ARMS,
@@ -54,7 +53,7 @@ def gains(study: Study) -> Figure:
         for row, name in enumerate(names):
             arms = [arm for arm in COLOURS if arm in cell(study.settings, name)["arms"]]
             for place, arm in enumerate(arms):
-                value = estimate(compared(means, name, arm, SHUFFLE, metric).gains)
+                value = compared(means, study.settings, name, arm, SHUFFLE, metric).gain
                 y, style = row + APART * (place - (len(arms) - 1) / 2), {"color": COLOURS[arm]}
                 plots.interval(panel, value, y, lw=1.6, **style)
                 panel.plot(value.mean, y, "o", ms=3, label=ARMS[arm], **style)
@@ -89,10 +88,11 @@ def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
     found = _judged(ends(table), settings)
 
     def gain(*which: str, unit: str) -> str:
-        value = estimate(found[which][0].gains)
+        value = found[which][0].gain
         return text.minus(f"{value.mean:+.2g}{unit} [{value.low:.2g}, {value.high:.2g}]")
 
-    for name in (name for name in cells(settings) if settings.cells[name].keys() <= {"base", "arms", "augment"}):
+    plain = {"base", "arms", "augment", "seeds"}
+    for name in (name for name in cells(settings) if settings.cells[name].keys() <= plain):
         costs = select(table, kind=COST, cell=name)
         for arm in (arm for arm in ORDERED if arm in cell(settings, name)["arms"]):
             yield {
@@ -101,6 +101,7 @@ def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
                 "gain in train loss over `shuffle=True`": gain(name, arm, SHUFFLE, LOSS, unit=" %"),
                 "over the same batches at random": gain(name, arm, FIXED, LOSS, unit=" %"),
                 "gain in validation": gain(name, arm, SHUFFLE, SCORE, unit=" points"),
+                "seeds": str(len(found[name, arm, SHUFFLE, LOSS][0].gains)),
                 "so it": ANSWERS[found[name, arm, SHUFFLE, LOSS][1].answer],
                 "a step takes": _times(costs, arm),
             }
@@ -121,7 +122,7 @@ def gain_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, str
         if which not in found:
             return ""
         each, verdict = found[which]
-        return f"{estimate(each.gains)}, {(each.gains > 0).sum()} of {len(each.gains)}, p = {verdict.adjusted:.2g}"
+        return f"{each.gain}, {(each.gains > 0).sum()} of {len(each.gains)}, p = {verdict.adjusted:.2g}"
 
     for name in cells(settings):
         for arm in cell(settings, name)["arms"]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from omegaconf import DictConfig
 
 from cdgrab.checks import count
 from cdgrab.errors import CdgrabError
@@ -89,6 +90,13 @@ def looks_of(seeds: int | Sequence[int]) -> list[int]:
     if not looks or any(before >= after for before, after in pairwise(looks)):
         raise CdgrabError(f"study.seeds must be a whole number, or several that ascend, got {looks}")
     return looks
+
+
+def looks_at(settings: DictConfig, cell: str) -> list[int]:
+    """After how many seeds the claims of a cell are judged: the study's number, or what the cell has instead, [5, 10]
+    where results of 5 had been seen when others were added. Whoever wants few seeds of the study has few of these."""
+    own = looks_of(settings.cells[cell].get("seeds", settings.seeds))
+    return own if own[0] <= settings.seeds else [settings.seeds]
 
 
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
