@@ -216,12 +216,12 @@ def refusals():
 def main(target):
     torch.set_num_threads(1)
     processes, folder = dist.get_world_size(), target.parent / "sharded"
-    results = {name: trained(CASES[name]) for n, name in TRAINED if n == processes}
+    ways = ((parallel, 2), (fully_shard, 1))  # first: the cases have so much sent in tiny pieces, which takes long
+    results = {"traffic": [traffic(wrap(network(width=2000)), rounds) for wrap, rounds in ways]}
+    results |= {name: trained(CASES[name]) for n, name in TRAINED if n == processes}
     results |= {
         ("resumed", name, stop): resumed(CASES[name], stop, folder) for n, name, stop in RESUMED if n == processes
     }
-    ways = ((parallel, 2), (fully_shard, 1))
-    results |= {"traffic": [traffic(wrap(network(width=2000)), rounds) for wrap, rounds in ways]}
     results |= {"overflowed": overflowed(), "in pairs": in_pairs(background=False)}
     if processes == 2:
         results |= {("ahead", divided): fetched_ahead(divided) for divided in (True, False)}
