@@ -1,11 +1,9 @@
 """Rows that are divided among GPUs: the signs and sums of the plain loop, whoever holds which coordinates."""
 
-import threading
-from contextlib import contextmanager
-
 import pytest
 import torch
 from kernel_cases import dtypes
+from shards import Shards
 from sorter_cases import normal, uniform
 from test_kernel_ties import cancelling_rows
 
@@ -19,48 +17,6 @@ def divided(on_gpu, monkeypatch):
     if device == "cpu":  # several tiles for each, and not many: the interpreter takes long
         monkeypatch.setattr(module, "MOST_PROGRAMS", 3)
     return module, device
-
-
-class Shards:
-    """Threads in place of processes that hold so many coordinates each, one at work at a time: Triton's interpreter is
-    not for several."""
-
-    def __init__(self, widths):
-        self._widths, self._held, self._turn = widths, [None] * len(widths), threading.Lock()
-        self._everybody = threading.Barrier(len(widths), timeout=60)
-
-    @contextmanager
-    def _others_work(self):
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
-
-    def balance(self, module, rows, running, limits):
-        """The signs that each of them finds, and the running sum of all."""
-        found, sums = [None] * len(self._widths), list(running.split(self._widths, 1))
-
-        def work(rank, some):
-            def total(products):
-                self._held[rank] = products.clone()
-                with self._others_work():
-                    self._everybody.wait()
-                result = sum(self._held)
-                with self._others_work():
-                    self._everybody.wait()
-                return products.copy_(result)
-
-            sums[rank] = sums[rank].clone()
-            with self._turn:
-                found[rank] = module.balance_divided(some, sums[rank], limits, total)
-
-        every = [threading.Thread(target=work, args=each) for each in enumerate(rows.split(self._widths, 2))]
-        for one in every:
-            one.start()
-        for one in every:
-            one.join()
-        return found, torch.cat(sums, 1)
 
 
 LONG = 40_000 if torch.cuda.is_available() else 700  # several tiles for each program
@@ -86,7 +42,9 @@ def test_every_process_finds_the_signs_of_whole_rows(divided, widths, dtype):
     module, device = divided
     rows, limits = normal(9, 5, sum(widths), dtype=dtype), 6.0 * uniform(9, 5)
     plain = torch.zeros(1, sum(widths), dtype=torch.float64)
-    found, sums = Shards(widths).balance(module, rows.to(device), plain.to(device, copy=True), limits.to(device))
+    found, sums = Shards(widths).balance(
+        module.balance_divided, rows.to(device), plain.to(device, copy=True), limits.to(device)
+    )
     expected = rules.balance(rows, plain, limits)
     assert all(torch.equal(signs.cpu(), expected) for signs in found)
     torch.testing.assert_close(sums.cpu(), plain, rtol=1e-12, atol=1e-12)
@@ -100,7 +58,7 @@ def test_rows_that_cancel_are_ties(divided, dim, workers, dtype):
     rows, expected = cancelling_rows(36 // workers, workers, dim, dtype)
     limits = torch.zeros(expected.shape, dtype=torch.float64, device=device)
     found, _ = Shards([dim // 3, dim - dim // 3]).balance(
-        module, rows.to(device), torch.zeros(1, dim).double().to(device), limits
+        module.balance_divided, rows.to(device), torch.zeros(1, dim).double().to(device), limits
     )
     assert all(torch.equal(signs.cpu(), expected) for signs in found)
 

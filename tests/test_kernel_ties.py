@@ -1,13 +1,12 @@
 """Ties and near ties: signs are the same whichever kernel decides them, and whether rows are whole or divided."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import dtypes, long_rows_by
+from shards import Shards
 from sorter_cases import nearly_tied, normal
 
 from cdgrab.balance import kernels
@@ -48,43 +47,6 @@ def test_rows_that_cancel_are_ties(how, dim, workers, dtype, monkeypatch):
     assert_ties(module, "cpu", *cancelling_rows(72 // workers, workers, dim, dtype))
 
 
-class Shards:
-    """Threads in place of processes that hold some coordinates each."""
-
-    def __init__(self, count):
-        self._held, self._everybody = [None] * count, threading.Barrier(count)
-
-    def gather(self, rank, tensor):
-        self._held[rank] = tensor.clone()
-        self._everybody.wait()
-        found = list(self._held)
-        self._everybody.wait()
-        return found
-
-    def balance(self, rows, running, limits):
-        """Like `kernels.balance`; every thread must find the same signs."""
-        parts = zip(rows.tensor_split(len(self._held), 2), running.tensor_split(len(self._held), 1), strict=True)
-        found = [None] * len(self._held)
-
-        def work(rank, some, mine):
-            def settle(few, at, its_limits):
-                whole, r = (torch.cat(self.gather(rank, part), 1) for part in (few, at))
-                return kernels.balance(whole[None], r, its_limits[None])[0]
-
-            def total(products):
-                return products.copy_(sum(self.gather(rank, products)))
-
-            found[rank] = kernels.balance_divided(some, mine, limits, total, settle, rows.shape[2])
-
-        threads = [threading.Thread(target=work, args=(rank, *part)) for rank, part in enumerate(parts)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(torch.equal(signs, found[0]) for signs in found)
-        return found[0]
-
-
 def near_ties(kind, rng, shape):
     """Rows [positions, workers, dim] whose inner products are, or nearly are, zero."""
     if kind == "tiny":
@@ -111,6 +73,8 @@ def test_shards_give_the_signs_of_whole_rows_also_at_near_ties(kind, shape, proc
     rng = np.random.default_rng(seed)
     rows = torch.from_numpy(near_ties(kind, rng, shape)).to(dtype)
     limits = 1e-12 * walk * torch.from_numpy(rng.uniform(-1, 1, shape[:2]))
-    alone, divided = torch.zeros(2, 1, shape[2], dtype=torch.float64)
+    alone = torch.zeros(1, shape[2], dtype=torch.float64)
+    shards = Shards([part.shape[2] for part in rows.tensor_split(processes, 2)])
+    signs, divided = shards.balance(kernels.balance_divided, rows, alone.clone(), limits)
     expected = kernels.balance(rows, alone, limits)
-    assert torch.equal(Shards(processes).balance(rows, divided, limits), expected) and torch.equal(divided, alone)
+    assert all(torch.equal(its_signs, expected) for its_signs in signs) and torch.equal(divided, alone)
