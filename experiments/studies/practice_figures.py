@@ -64,7 +64,8 @@ def gains(study: Study) -> Figure:
         _scale(panel)
         panel.set_yticks(range(len(names)), [cell_label(study.settings, name) for name in names])
         panel.set_ylim(len(names) - 0.5, -0.5)
-    note = "against fresh batches in every epoch; mean and 95 % interval, paired over seeds"
+    interval = "95 % interval (wider where seeds were added)"
+    note = f"against fresh batches in every epoch; mean and {interval}, paired over seeds"
     return plots.finish(figure, "What orders bring to scripts as people write them", f"{note} · {study.caption()}")
 
 
