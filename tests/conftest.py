@@ -70,8 +70,7 @@ def on_gpu(triton_device):
 # last one. While the first file compiles the kernels, the second has no need of them: else both would compile them.
 LONGEST = (
     *("test_processes", "test_sparsify_oracles", "test_sparsify", "test_sparsify_density", "test_reproduce"),
-    *("test_studies", "test_examples", "test_shared_memory", "test_replicas", "test_resuming_processes"),
-    *("test_resuming", "test_runs", "test_docs", "test_study_compression", "test_on_device", "test_divided_gpu"),
+    *("test_studies", "test_examples", "test_replicas", "test_resuming_processes", "test_resuming", "test_runs"),
     *("test_figures", "test_kernels", "test_startup", "test_sparse_training", "test_sorters", "test_sweeps"),
     *("test_config", "test_gpt2_wiki103", "test_bench", "test_glue", "test_study_sparsification", "test_steps"),
     *("test_cifar10", "test_fuzz", "test_structure", "test_study_herding", "test_verdicts", "test_study_scaling"),
