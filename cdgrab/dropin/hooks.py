@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from cdgrab.errors import CdgrabError
 
 NO_TENSORS = (int, float, str, type(None))
+NOTHING: list = []  # `_states` where no gradient is there
 SHOWN = 2  # units in a row that did without hooks on all parameters, before these go
 
 
@@ -132,7 +133,7 @@ class BackwardPasses:
                 now.wanted = self._start()
             return
         now.before = _states(self._in_grad())
-        if not self._all and self._first() and any(now.before):
+        if not self._all and self._first() and now.before:
             self._watch_all()
         if not self._all:
             Variable._execution_engine.queue_callback(self._end_of_few)
@@ -168,11 +169,11 @@ class BackwardPasses:
         self._stays = all(gradient is not None for gradient in there)
         if not self._stays and None in found.values():
             _refuse()
-        nothing, gradients = [None] * len(self._parameters), [None] * len(self._parameters)
-        same = self._stays and self._now.before == nothing  # so that nobody needs those that hooks have held on to
+        gradients = [None] * len(self._parameters)
+        same = self._stays and self._now.before == NOTHING  # so that nobody needs those that hooks have held on to
         for (index, gradient), moved in zip(found.items(), there, strict=True):
             gradients[index] = moved if gradient is None or same else gradient
-        shown = self._stays and self._now.at_output and self._now.before == (nothing if self._first() else self._left)
+        shown = self._stays and self._now.at_output and self._now.before == (NOTHING if self._first() else self._left)
         self._left = _states(self._in_grad()) if shown else None
         one = next(iter(found))
         del found, there, gradient, moved
@@ -202,9 +203,10 @@ def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> Removabl
         parameter.requires_grad_(trained)
 
 
-def _states(gradients: Sequence[Tensor | None]) -> list[tuple[int, int] | None]:
-    """Changes if a gradient is replaced or changed. (A tensor's number is its own as long as it exists.)"""
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+def _states(gradients: Sequence[Tensor | None]) -> list[tuple[int, int, int]]:
+    """Of those that are there. Changes if one comes, goes, is replaced or changed. (A tensor's number is its own as
+    long as it exists.)"""
+    return [(i, id(each), each._version) for i, each in enumerate(gradients) if each is not None]
 
 
 def _refuse() -> None:

@@ -147,7 +147,7 @@ class Study:
     def _seeds_in_words(self) -> str:
         """Cells may have more than the others."""
         settings = self.at(self.seeds).settings
-        own = {looks_at(settings, name)[-1] for name in settings.get("cells", ())} or {self.seeds}
+        own = {looks_at(settings, cell)[-1] for cell in settings.get("cells", {}).values()} or {self.seeds}
         return plural(min(own), "seed") if len(own) == 1 else f"{min(own)} to {max(own)} seeds"
 
     def _used_tasks(self) -> set[str]:

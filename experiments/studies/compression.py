@@ -34,7 +34,7 @@ from experiments.studies.sparsifiers import (
     options_of,
 )
 from experiments.studies.training import overrides
-from experiments.studies.verdicts import Verdict, judge, keeps, looks_of, repeated, select
+from experiments.studies.verdicts import Verdict, judge, keeps, looks_at, repeated, select
 from experiments.training.config import flatten
 
 CORRECTED, WARMED = "exdyna,momentum_correction=0.9", "exdyna,warm_up=true"
@@ -130,15 +130,16 @@ def with_bytes(epochs: list[dict]) -> dict[str, list]:
 
 
 def seeds_of(settings: DictConfig, name: str) -> int:
-    return min(settings.seeds, _looks(settings, name)[-1])
+    return _looks(settings, name)[-1]
 
 
 def looks_at_orders(settings: DictConfig, name: str) -> list[int]:
     """After how many seeds the claims about orders are judged: methods that have CD-GraB's orders, too, may be given
     more seeds than the others. Whoever wants few seeds of anything has few of these."""
-    usual = [seeds_of(settings, name)]
-    looks = looks_of(settings.get("order_seeds", {}).get(settings.cells[name].model, usual))
-    return looks if ordered(settings, name) and looks[0] <= usual[0] else usual
+    usual = _looks(settings, name)
+    if not ordered(settings, name):
+        return usual
+    return looks_at(settings, {"seeds": settings.get("order_seeds", {}).get(settings.cells[name].model, usual)})
 
 
 def compared(table: DataFrame, settings: DictConfig) -> DataFrame:
@@ -147,9 +148,8 @@ def compared(table: DataFrame, settings: DictConfig) -> DataFrame:
 
 
 def _looks(settings: DictConfig, name: str) -> list[int]:
-    """After how many seeds the claims of a cell are judged: those that a model has instead of the study's, [3, 5] where
-    results of 3 had been seen when others were added."""
-    return looks_of(settings.models[settings.cells[name].model].get("seeds", settings.seeds))
+    """After how many seeds the claims of a cell are judged: its model may have a number of its own."""
+    return looks_at(settings, settings.models[settings.cells[name].model])
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------

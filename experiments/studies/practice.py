@@ -60,7 +60,7 @@ def parts(settings: DictConfig) -> Iterator[Part]:
             yield _part(PILOT, _base(settings, base), base, SHUFFLE, seed, rate)
     for name in cells(settings):
         chosen = cell(settings, name)
-        for seed, arm in product(range(looks_at(settings, name)[-1]), chosen["arms"]):
+        for seed, arm in product(range(looks_at(settings, settings.cells[name])[-1]), chosen["arms"]):
             yield _part(TRAINED, chosen, name, arm, seed, _rate(settings, name))
     for name in cells(settings):
         chosen = cell(settings, name)
@@ -144,7 +144,7 @@ def compared(means: DataFrame, settings: DictConfig, name: str, arm: str, contro
     """means: as of `ends`."""
     ours, theirs = (means.loc[(name, which), metric] for which in (arm, control))
     gains = ours - theirs if metric == SCORE else 100 * (theirs - ours) / theirs.mean()
-    return Comparison(name, arm, control, metric, gains, looks_at(settings, name))
+    return Comparison(name, arm, control, metric, gains, looks_at(settings, settings.cells[name]))
 
 
 def comparisons(means: DataFrame, settings: DictConfig) -> Iterator[Comparison]:

@@ -92,11 +92,12 @@ def looks_of(seeds: int | Sequence[int]) -> list[int]:
     return looks
 
 
-def looks_at(settings: DictConfig, cell: str) -> list[int]:
-    """After how many seeds the claims of a cell are judged: the study's number, or what the cell has instead, [5, 10]
-    where results of 5 had been seen when others were added. Whoever wants few seeds of the study has few of these."""
-    own = looks_of(settings.cells[cell].get("seeds", settings.seeds))
-    return own if own[0] <= settings.seeds else [settings.seeds]
+def looks_at(settings: DictConfig, own: Mapping) -> list[int]:
+    """After how many seeds the claims of a cell are judged: the study's number, or what the cell (or its model) has
+    instead as `seeds`, [5, 10] where results of 5 had been seen when others were added. Whoever wants few seeds of the
+    study has few of these."""
+    looks = looks_of(own.get("seeds", settings.seeds))
+    return looks if looks[0] <= settings.seeds else [settings.seeds]
 
 
 def repeated(verdict: Verdict, seeds: int = 0) -> Verdict:
