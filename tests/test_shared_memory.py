@@ -181,6 +181,17 @@ def test_the_compiled_loop_stays_inside(part):
         kernels.optional("shared").average_and_take(rows.unbind(), [part], kept)
 
 
+def test_the_compiled_loop_takes_vectors_of_one_type_only():
+    """It knows nothing but their addresses."""
+    compiled, part = kernels.optional("shared"), [(0, 4, 0)]
+    rows = torch.ones(2, 8)
+    for wrong in (rows[:, ::2], [rows[0], rows[1, :7]], [rows[0], rows[1].double()]):
+        with pytest.raises(ValueError, match="vectors of . numbers of one type, without gaps"):
+            compiled.average_and_take(list(wrong), part)
+    with pytest.raises(ValueError, match="another type"):
+        compiled.average_and_take(rows.unbind(), part, torch.ones(2, 4).double())
+
+
 @pytest.fixture
 def sharing():
     """That of a process whose only socket leads to the other end of a pair, which comes with it."""

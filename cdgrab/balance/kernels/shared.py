@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numba import njit
+from numba import carray, njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from cdgrab.balance.kernels.cpu import can_keep_code
@@ -14,8 +15,26 @@ from cdgrab.balance.kernels.cpu import can_keep_code
 CHUNK = 2**11  # coordinates; this many of some rows fit into the fastest cache
 NOTHING, FIRST, SECOND = 0, 1, 2
 ALL = -1  # rows
+TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 _plain = njit(cache=can_keep_code(), nogil=True)  # sums must have the bits of `cdgrab.runtime.mean`
+
+
+@intrinsic
+def _pointer(typing, address, like):
+    """To numbers of the type of those in `like`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), generate
+
+
+@_plain
+def _some(rows, row, start, end, like):
+    """Some numbers of a row; rows: their addresses. A tuple of arrays would be a type of its own for every number of
+    rows, and numba would compile everything anew for each."""
+    return carray(_pointer(rows[row], like), end)[start:]
 
 
 @_plain
@@ -33,16 +52,16 @@ def _write(mean, row):
 
 @_plain
 def _sum(rows, sums, start, end):
-    """As `cdgrab.runtime.mean.tree_sum`, of two rows or more, into the first row of sums."""
+    """As `cdgrab.runtime.mean.tree_sum`, of two rows or more, into the first row of sums; rows: see `_some`."""
     branches = len(rows) & -len(rows)
     leaves = len(rows) // branches
     pairs = branches // 2 if leaves == 1 else branches
     step = len(rows) // pairs
     for i in range(pairs):
         out = sums[i, : end - start]
-        _add(rows[i * step][start:end], rows[i * step + 1][start:end], out)
+        _add(_some(rows, i * step, start, end, sums), _some(rows, i * step + 1, start, end, sums), out)
         for leaf in range(2, leaves):
-            _add(out, rows[i * step + leaf][start:end], out)
+            _add(out, _some(rows, i * step + leaf, start, end, sums), out)
     while pairs > 1:
         pairs //= 2
         for i in range(pairs):
@@ -72,7 +91,7 @@ def _take(row, kept, how, finite):
 
 @_plain
 def _average_and_take(rows, parts, count, kept, how, only):
-    sums, every = np.empty((len(rows), CHUNK), rows[0].dtype), True
+    sums, every = np.empty((len(rows), CHUNK), kept.dtype), True
     for part in range(len(parts)):
         first, width, place = parts[part]
         for done in range(0, width, CHUNK):
@@ -80,7 +99,7 @@ def _average_and_take(rows, parts, count, kept, how, only):
             _sum(rows, sums, start, start + size)
             finite = _divide(sums[0, :size], count)
             for i in range(len(rows)):
-                row = rows[i][start : start + size]
+                row = _some(rows, i, start, start + size, kept)
                 if how != NOTHING:
                     _take(row, kept[i, there : there + size], how, finite)
                 if only in (i, ALL):
@@ -104,26 +123,27 @@ def averaging(
 ) -> Callable[[Tensor | None, bool], bool]:
     """The same as a function of kept and subtract, for rows that stay where they are as long as it is used. only: the
     row whose place the mean takes, if it does not take that of all."""
-    every, table = tuple([row.numpy() for row in rows]), np.array(parts, int).reshape(-1, 3)
-    dim, count = every[0].size, every[0].dtype.type(len(every))
-    if any([row.shape != (dim,) for row in every]):
-        raise ValueError(f"rows must have shape [{dim}], got {[row.shape for row in every]}")
+    every, table = list(rows), np.array(parts, int).reshape(-1, 3)  # they stay as long as their addresses are used
+    dim, dtype, of_type = len(every[0]), every[0].dtype, TYPES[every[0].dtype]
+    if not all([row.shape == (dim,) and row.dtype == dtype and row.is_cpu and row.is_contiguous() for row in every]):
+        raise ValueError(f"rows must be vectors of {dim} numbers of one type, without gaps")
     if (table < 0).any() or (table[:, 0] + table[:, 1] > dim).any():
         raise ValueError("parts are outside of rows")
+    addresses, count = np.array([row.data_ptr() for row in every], np.uintp), of_type(len(every))
     into_rows = ALL if only is None else only
-    needed, nowhere = (table[:, 1] + table[:, 2]).max(initial=0), np.empty((len(every), 0), every[0].dtype)
+    needed, nowhere = (table[:, 1] + table[:, 2]).max(initial=0), np.empty((len(every), 0), of_type)
 
     def average(kept: Tensor | None, subtract: bool) -> bool:
-        if kept is None:
-            return _average_and_take(every, table, count, nowhere, NOTHING, into_rows)
-        into = kept.numpy()
-        if into.shape[0] != len(every) or into.shape[1] < needed:
-            raise ValueError("parts are outside of what is kept")
-        return _average_and_take(every, table, count, into, SECOND if subtract else FIRST, into_rows)
+        into, how = nowhere, NOTHING
+        if kept is not None:
+            into, how = kept.numpy(), SECOND if subtract else FIRST
+            if len(kept) != len(every) or kept.shape[1] < needed or kept.dtype != dtype:
+                raise ValueError("parts are outside of what is kept, or these are numbers of another type")
+        return _average_and_take(addresses, table, count, into, how, into_rows)
 
     return average
 
 
 def takes(rows: Sequence[Tensor]) -> bool:
     """Whether there is a compiled loop for their type."""
-    return rows[0].dtype in (torch.float32, torch.float64)
+    return rows[0].dtype in TYPES
