@@ -1,5 +1,6 @@
 """Processes that share one start of Python: forked when everything is imported, they meet as if started by torchrun."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,21 @@ from torch.multiprocessing import start_processes
 from experiments import train
 from experiments.training.loop import Trainer
 
+STUCK = 200  # seconds; somewhat less than what a test gets, so that it is the process that stands still which says so
+
+
+def say_if_stuck():
+    """End this process, in a while, with the stacks of its threads. (pytest's own way would wait here for a thread that
+    is not there in a fork.)"""
+    timer = threading.Timer(STUCK, _say_where)
+    timer.daemon = True
+    timer.start()
+
+
+def _say_where():
+    faulthandler.dump_traceback(file=2)
+    os._exit(1)
+
 
 def forked(processes, work, *arguments):
     """Call work(*arguments) in every process; if one fails, the others are ended and its traceback is raised."""
@@ -37,6 +53,7 @@ def forked(processes, work, *arguments):
 
 
 def _rank(rank, processes, port, work, arguments):
+    say_if_stuck()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in (ranks | agent | {"TORCHELASTIC_RUN_ID": port}).items()})
@@ -58,7 +75,7 @@ def _let_senders_go_first():
 @contextmanager
 def started(work, *arguments):
     """A fork of this process that calls work(*arguments), and is killed at the end if it is still there."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process = multiprocessing.get_context("fork").Process(target=_carried_out, args=(work, arguments))
     process.start()
     try:
         yield process
@@ -71,10 +88,15 @@ def elsewhere(work, *arguments):
     """Call work(*arguments) in a process of its own, which has imported what this one has. Returns its exit status. A
     fork could not use a GPU: where there is one, Python starts anew."""
     how = "spawn" if torch.cuda.is_available() else "fork"
-    process = multiprocessing.get_context(how).Process(target=work, args=arguments)
+    process = multiprocessing.get_context(how).Process(target=_carried_out, args=(work, arguments))
     process.start()
     process.join()
     return process.exitcode
+
+
+def _carried_out(work, arguments):
+    say_if_stuck()
+    work(*arguments)
 
 
 def in_checkout(folder, work, *arguments):
