@@ -181,6 +181,96 @@ def test_batches_that_are_left_out(data, batches, ahead, fetch, told):
     assert not told or len(training.told) == 4 * batches
 
 
+LEFT_OUT = "at the end of the epoch {} batch(es)? had no backward pass"
+
+
+@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("every_epoch", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_left_out_before_anything_else_are_asked_about(first, every_epoch, workers):
+    """They look like batches that are fetched ahead, and so do the gradients of all others."""
+    training = Extra(9)
+    source = DataLoader(range(training.examples), batch_sampler=training.sampler, num_workers=workers)
+    with pytest.warns(UserWarning, match=LEFT_OUT.format(first)) as told:
+        for epoch in range(3):
+            for index, batch in enumerate(source):
+                if index >= first or (epoch and not every_epoch):
+                    training.step(batch.tolist())
+    assert training.wrong and len([one for one in told if "wrong batches" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_left_out_after_a_state_was_loaded_are_noticed(workers):
+    """A script that goes on by itself where it was, as does the sampler. Nothing of what is left then counts, so that
+    the next iteration is for that."""
+    before, start = Training(12), 5
+    steps(before, iter(before.sampler), start)
+    state = before.sampler.state_dict()
+    training = Training(12, state=state)
+    source = DataLoader(range(training.examples), batch_sampler=training.sampler, num_workers=workers)
+    with pytest.warns(UserWarning, match="a batch had no backward pass, so it is uncertain"):
+        for epoch in range(3):
+            for index, batch in enumerate(source):
+                if index >= start or epoch:
+                    training.step(batch.tolist())
+    assert training.told == [0] * 7 + [1] * 12
+
+
+@pytest.mark.parametrize("how", ["between the passes", "by a generator"])
+def test_nobody_is_asked_about_batches_that_are_certainly_fetched_ahead(how):
+    """As nanoGPT does it, or where whoever reads one epoch reads the next, too."""
+    training = Training(7)
+    source = iter(training.sampler)
+    batches = (batch for _ in range(3) for batch in iter(training.sampler)) if how == "by a generator" else None
+
+    def following():
+        nonlocal source
+        if batches:
+            return next(batches, None)
+        if (batch := next(source, None)) is None:
+            source = iter(training.sampler)
+            batch = next(source)
+        return batch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = following()
+        for _ in range(21):
+            if batches:
+                batch, now = following(), batch
+                training.step(now)
+            else:
+                training.used.append(batch)
+                loss = training.model(torch.eye(training.examples, dtype=torch.float64)[batch]).mean()
+                batch = following()
+                loss.backward()
+    assert training.told == [0] * 6 + [1] * 6 + [2] * 6 + [2] * bool(batches)
+
+
+@pytest.mark.parametrize("step", range(6, 11))
+def test_a_look_amid_an_epoch_is_refused_before_it_spoils_anything(step):
+    """Also where the loader's processes have been given the last batches already."""
+    training = Training(12)
+    source = DataLoader(range(training.examples), batch_sampler=training.sampler, num_workers=2)
+    with pytest.raises(CdgrabError, match="give every loader a sampler of its own"):
+        for index, batch in enumerate(source):
+            training.step(batch.tolist())
+            if index == step:
+                next(iter(source))
+    assert len(training.told) == step + 1
+
+
+def test_a_look_after_the_last_batch_spoils_nothing():
+    training = Training(5)
+    source = DataLoader(range(training.examples), batch_sampler=training.sampler)
+    for _ in range(3):
+        for index, batch in enumerate(source):
+            training.step(batch.tolist())
+            if index == 4:
+                next(iter(source))
+    assert training.told == [0] * 5 + [1] * 5 + [2] * 5
+
+
 class Repeating:
     """timm's _RepeatSampler."""
 
@@ -211,6 +301,13 @@ def test_loader_processes_and_threads():
         steps(training, in_a_thread(training.sampler))
     steps(training, in_a_thread(chain(training.sampler, training.sampler)))
     assert training.told[:16] == [0] * 8 + [1] * 8
+    training = Training(8)
+    source = DataLoader(range(training.examples), batch_sampler=training.sampler, num_workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):  # the first batches are asked for when the iterator is made, in the main thread
+            steps(training, (batch.tolist() for batch in in_a_thread(iter(source))))
+    assert training.told == [0] * 8 + [1] * 8 + [2] * 8
 
 
 @settings(max_examples=15, deadline=None)

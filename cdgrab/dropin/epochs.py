@@ -20,11 +20,11 @@ class Epochs:
         self._late: list[Batch] = []  # of the epoch before, to be used first: a state says so that was loaded
         self.began = -1  # the position at which the last iteration began; -1: none yet, or none since a load
 
-    def resume(self, ahead: int | None, late: list[Batch]) -> None:
+    def resume(self, pace: dict[str, int], late: list[Batch]) -> None:
         """Go on from a state that was loaded: see `cdgrab.dropin.outstanding.loaded`."""
         ledger, sorter = self._ledger, self._ledger.sorter
         ledger.resuming = sorter.epoch >= 0 and sorter.position < sorter.units
-        ledger.forget(ahead)
+        ledger.forget(pace)
         self._late, self.began = late, -1
 
     def late(self) -> list[Batch]:
@@ -38,7 +38,7 @@ class Epochs:
         refuse_unaveraged(ledger.passes, ledger.accumulation_steps)
         if ledger.backward_seen:
             self._late = []
-        ledger.begin(last is not None and last.read_out, last is not None and iterator.continues(last))
+        ledger.begin(last, reads_on=last is not None and iterator.continues(last))
         only_looked = not ledger.outstanding.may_be_held() and sorter.position == self.began
         if not ledger.resuming and not (only_looked and 0 < sorter.position < sorter.units):
             with ledger.stopwatch:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cdgrab.balance import optional
 from cdgrab.checks import one_of
 from cdgrab.dropin.examples import ExampleGradients
-from cdgrab.dropin.hooks import BackwardPasses
+from cdgrab.dropin.hooks import BackwardPasses, after_forward
 from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.parts import Layout, Parts
 from cdgrab.dropin.refusals import (
@@ -65,7 +65,7 @@ class ObservedModel:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
         compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
-        inside, self._ledger = _without_wrappers(model), ledger
+        inside, self._ledger, self._get_outside = _without_wrappers(model), ledger, weakref.ref(model)
         # DDP has the communication hook, which leads here; no collector of garbage sees that
         self._get_model = weakref.ref(inside) if isinstance(inside, DistributedDataParallel) else lambda: inside
         self._sharded = sharded_modules(inside)
@@ -136,7 +136,7 @@ class ObservedModel:
 
     def start(self) -> None:
         """Observe gradients from now on. DDP's hook is registered last, because it can never be removed."""
-        self._handles = self.gradients.hook()
+        self._handles = [*self.gradients.hook(), after_forward(self._get_outside(), self._ledger.outstanding.forward)]
         hook, self._hook = self._hook, None
         if hook:
             self._get_hook = weakref.ref(hook)

@@ -216,6 +216,16 @@ def _refuse() -> None:
     )
 
 
+def after_forward(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call `call()` after every forward pass with gradients, but those that a compiler traces."""
+    return module.register_forward_hook(Note(_tell, call))
+
+
+def _tell(call: Callable[[], None], module: nn.Module, arguments: tuple, output: object) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        call()
+
+
 def at_outputs(module: nn.Module, call: Callable[[Tensor], None]) -> RemovableHandle:
     """Call `call(gradient)` when the gradient of an output of this module is there. A compiler that traces the module
     leaves this out."""

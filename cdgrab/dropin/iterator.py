@@ -31,21 +31,28 @@ class BatchIterator(Iterator[list[int]]):
         self._next = 0
         self._read_ahead = 0  # batches that a loader asks for before it delivers the first, for its processes
         self._in_vain = 0  # how often a batch was asked for after the last one
+        self._left = False  # whether another one has begun while batches of this one waited for their gradients
 
     def __next__(self) -> list[int]:
         ledger = self._ledger
         with ledger.lock:
+            elsewhere = ledger.read_elsewhere()
+            if elsewhere:  # perhaps not from the start: some loaders ask for their first batches when they are made
+                ledger.outstanding.steady = False
             if self._batches is None:
-                self._reader = threading.current_thread() if ledger.read_elsewhere() else self._reader
-                self._batches, ledger.reader = self._start(self), self
+                self._reader = threading.current_thread() if elsewhere else self._reader
+                before, self._batches, ledger.reader = ledger.reader, self._start(self), self
+                if before:
+                    before._left = bool(ledger.outstanding.waiting)
                 self._read_ahead = _read_ahead(sys._getframe(1).f_locals.get("self"))
+                ledger.outstanding.read_ahead(self._read_ahead)
             if ledger.reader is self:
                 ledger.outstanding.ask()
+            elif self._left or not self.read_out:
+                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
             if self.read_out:
                 self._in_vain += 1
                 raise StopIteration
-            if ledger.reader is not self:
-                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
             batch = self._batches[self._next]
             self._next += 1
             ledger.outstanding.waiting.append(batch)
@@ -76,6 +83,11 @@ class BatchIterator(Iterator[list[int]]):
         """Whether the loop may have got all batches. (A loader with processes asks in vain until it has delivered all,
         and a generator in between may not.)"""
         return self.read_out and self._in_vain >= self._read_ahead
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has got them, and, as far as can be told, knows that these were all."""
+        return self.delivered and self._in_vain > 0
 
     def state_dict(self) -> dict:
         """How far this iterator has read; a StatefulDataLoader saves it beside the sampler's state.

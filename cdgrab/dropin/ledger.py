@@ -12,7 +12,7 @@ from torch import Tensor
 from cdgrab.dropin.diagnosis import Diagnosis
 from cdgrab.dropin.outstanding import Batch, Outstanding
 from cdgrab.dropin.parts import Parts
-from cdgrab.dropin.refusals import ONCE, REENTRANT
+from cdgrab.dropin.refusals import CYCLE, ONCE, REENTRANT
 from cdgrab.dropin.warn import warn
 from cdgrab.errors import CdgrabError
 from cdgrab.sorters.base import Sorter
@@ -25,6 +25,7 @@ class Reader(Protocol):
     read_out: bool
     rest: bool
     delivered: bool
+    ended: bool
 
     def late(self) -> list[Batch]: ...
 
@@ -80,17 +81,30 @@ class Ledger:
         """Whether this is another thread than the one that trains."""
         return self._thread not in (0, threading.get_ident())
 
-    def begin(self, read_out: bool, reads_on: bool) -> None:
-        """An iteration begins; see `Outstanding.begin`."""
+    def begin(self, last: Reader | None, reads_on: bool) -> None:
+        """An iteration begins after this one; reads_on: see `Outstanding.begin`."""
+        reads_on = reads_on and self._thread != 0  # before `attach` nothing is used
         self.outstanding.steady = not self.read_elsewhere()
-        self.outstanding.begin(read_out, reads_on and self._thread != 0)  # before `attach` nothing is used
+        if last is not None and last.ended and not reads_on:
+            self._ask_about_the_first()
+        self.outstanding.begin(last is None or last.read_out, reads_on)
         self.backward_seen, self.left_early = False, ""
         if not self.outstanding.waiting:
             self.passes = 0
 
-    def forget(self, ahead: int | None) -> None:
-        """A state was loaded, so that nothing is outstanding; ahead: see `Outstanding.forget`."""
-        self.outstanding.forget(ahead)
+    def _ask_about_the_first(self) -> None:
+        if number := self.outstanding.may_be_left_out():
+            batches = "1 batch" if number == 1 else f"{number} batches"
+            warn(
+                f"at the end of the epoch {batches} had no backward pass, and gradients are credited as if the loop "
+                "fetched as many ahead, also over the end of an epoch. If it has left them out, gradients are credited "
+                "to the wrong batches: call sampler.skip() for every batch without a backward pass"
+            )
+            self.outstanding.certain = True  # asked once
+
+    def forget(self, pace: dict[str, int]) -> None:
+        """A state was loaded, so that nothing is outstanding; pace: see `Outstanding.forget`."""
+        self.outstanding.forget(**pace)
         if self.diagnosis:
             self.diagnosis.forget()
         self.handed_out, self.passes, self.reader = self.batches_done(), 0, None
@@ -109,7 +123,7 @@ class Ledger:
             if not self.outstanding.waiting:
                 raise CdgrabError(
                     f"more backward passes than the {self.handed_out} batches so far: {ONCE}, and detach() a sampler "
-                    f"that is used no longer ({REENTRANT})"
+                    f"that is used no longer ({REENTRANT}; {CYCLE})"
                 )
             self._settle()
             self._current = self.outstanding.waiting[0]

@@ -47,18 +47,27 @@ class Outstanding:
     A loop that gets less far ahead uses up what it holds: batches that it asked for together, or an epoch's last ones.
     If it asks again before the epoch's end and does not get as far ahead as it was at first, it has had a backward pass
     too many.
+
+    A loop that leaves out the first batches of all looks like one that fetches so many ahead, also over the end of an
+    epoch, and is taken for one. It is `certain` that it is one if it was seen to ask for a batch between a forward pass
+    and its backward pass.
     """
 
     def __init__(self) -> None:
         self.steady = True  # False: batches are read in a thread, and how far ahead depends on its speed
         self.forget()
 
-    def forget(self, ahead: int | None = None) -> None:
-        """Start anew: whatever is outstanding is not used. ahead: how far the loop was ahead, if that is known."""
+    def forget(self, ahead: int | None = None, by_loader: int | None = None) -> None:
+        """Start anew: whatever is outstanding is not used. ahead: how far the loop was ahead, if that is known;
+        by_loader: how many batches of these the loader had read ahead, if that will stay all."""
         self.waiting: deque[Batch] = deque()
         self.counts = True  # whether it is certain which batches this iteration's gradients belong to
         self.ahead = ahead  # how many batches the loop is ahead at a backward pass; None: not known yet
-        self._at_least = True  # whether it may be more in an epoch of more batches
+        self.by_loader = 0  # how many the loader of this iteration reads ahead by itself
+        self._held = None if by_loader is None else ahead - by_loader  # by the loop, before it has asked for any
+        self.certain = False  # whether the loop does fetch batches ahead, or has been asked about it
+        self._asks, self._asks_then = 0, -1  # batches asked for in all; until the last forward pass, -1: there was none
+        self._at_least = by_loader is None  # whether it may be more in an epoch of more batches
         self._suspected: int | None = None  # the same, if it was not a batch left out that made it more
         self._older = 0  # how many of those waiting are of earlier iterations
         self._asked = self._used = 0  # in this iteration: batches asked for; those that had a backward pass
@@ -79,13 +88,30 @@ class Outstanding:
         self._older, self._asked, self._used, self._asked_before = len(self.waiting), 0, 0, 0
         self._read_out, self._reads_on = read_out, reads_on
 
+    def may_be_left_out(self) -> int:
+        """When the loop has come to the end of an iteration, and before the next one begins: how many batches at the
+        start of the first one it has either left out, or fetched ahead since then."""
+        held = 0 if self.ahead is None or self.certain or not self.steady else self.ahead - self.by_loader
+        return held if held == len(self.waiting) else 0
+
     def may_be_held(self) -> bool:
         """When an iteration begins: whether the loop may still hold the last batches of the one before."""
         return self._reads_on or (self._read_out and 0 < self._older <= (self.ahead or 0))
 
+    def read_ahead(self, number: int) -> None:
+        """The loader of this iteration asks for so many batches before it delivers the first one."""
+        self.by_loader = number
+        if self._held is not None:
+            self.ahead, self._held = self._held + number, None
+
     def ask(self) -> None:
         """A batch of this iteration is asked for, whether there is one left or not."""
         self._asked += 1
+        self._asks += 1
+
+    def forward(self) -> None:
+        """There was a forward pass, of whatever."""
+        self._asks_then = self._asks
 
     def late(self) -> list[Batch]:
         """Batches of earlier epochs that are still to be used."""
@@ -95,6 +121,8 @@ class Outstanding:
     def settle(self, few: bool, delivered: bool) -> Settled:
         """Call this when a backward pass starts. Batches that will not have one are dropped. few: this iteration is
         only the rest of an epoch, and all its batches were handed out; delivered: the loop may have got them all."""
+        self.certain |= self.steady and 0 <= self._asks_then < self._asks
+        self._asks_then = -1
         drop = self._to_drop() if self._first else 0
         all_dropped = 0 < drop == self._older
         for _ in range(drop):
@@ -123,6 +151,14 @@ class Outstanding:
             self._used += 1
         self.waiting.popleft()
 
+    def pace(self) -> dict[str, int]:
+        """What `forget` may be told later; empty if nothing is known."""
+        if self.ahead is None:
+            return {}
+        if self.steady and not self._at_least and self.ahead >= self.by_loader:
+            return {"ahead": self.ahead, "by_loader": self.by_loader}
+        return {"ahead": self.ahead} if self.ahead else {}
+
     def _is_ahead(self) -> int:
         return self._older + self._asked - self._used - 1
 
@@ -135,26 +171,29 @@ class Outstanding:
         return ahead - self.ahead if held else self._older
 
 
-def saved(ahead: int, late: list[Batch], batch_size: int, group: WorkerGroup) -> dict:
-    """For a state, of a loop that fetches batches ahead: how many, and those of the last epoch that are still to be
-    used. All processes call this."""
+def saved(pace: dict[str, int], late: list[Batch], batch_size: int, group: WorkerGroup) -> dict:
+    """For a state: `Outstanding.pace`, and batches of the last epoch that are still to be used. All processes call
+    this."""
     rows = torch.full((1, len(late), batch_size), -1)
     for row, batch in zip(rows[0], late, strict=True):
         row[: len(batch.examples)] = torch.tensor(batch.examples)
-    return {"ahead": ahead, "late": [batch.index for batch in late], "examples": group.gather(rows)}
+    return pace | {"late": [batch.index for batch in late], "examples": group.gather(rows)}
 
 
-def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[int, list[Batch]]:
-    """The opposite of `saved`: how far the loop was ahead, and this process's late batches."""
-    state = state if isinstance(state, dict) and state.keys() == {"ahead", "late", "examples"} else {}
-    late = state.get("late")
+def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[dict[str, int], list[Batch]]:
+    """The opposite of `saved`: the pace, and this process's late batches."""
+    names = set(state) if isinstance(state, dict) else set()
+    state = state if names - {"by_loader"} == {"ahead", "late", "examples"} else {}
+    late, ahead = state.get("late"), state.get("ahead")
     count = len(late) if isinstance(late, list) else 0
-    fields = {"ahead": Field((int,), least=1, most=MOST), "late": Field((int,), (count,), 0, MOST)}
+    fields = {"ahead": Field((int,), least=count, most=MOST), "late": Field((int,), (count,), 0, MOST)}
     sizes, words = (group.workers, count, batch_size), "-1 only after the examples of a batch"
     fields["examples"] = Field(INT64, sizes, -1, examples - 1, _are_batches, words)
+    if "by_loader" in state:
+        fields["by_loader"] = Field((int,), least=0, most=ahead if isinstance(ahead, int) else 0)
     refuse_others("this state of a sampler", state, fields)
-    rows = state["examples"][group.rank]
-    return state["ahead"], [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, rows, strict=True)]
+    rows, pace = state["examples"][group.rank], {name: state[name] for name in ("ahead", "by_loader") if name in state}
+    return pace, [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, rows, strict=True)]
 
 
 def _are_batches(rows: Tensor) -> bool:

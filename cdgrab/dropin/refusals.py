@@ -16,6 +16,7 @@ from cdgrab.runtime.connection import one_worker_per_process
 from cdgrab.runtime.group import WorkerGroup
 
 REENTRANT = "activation checkpointing needs use_reentrant=False"
+CYCLE = "itertools.cycle repeats the batches of one epoch: instead write a generator, `while True: yield from loader`"
 ONCE = (
     "call backward once per batch (for several parts of one, make the sampler with a smaller batch_size and with "
     "accumulation_steps=…), and run other passes inside `with sampler.paused():`"

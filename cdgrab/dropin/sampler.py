@@ -57,8 +57,9 @@ class OrderedBatchSampler(Sampler[list[int]]):
 
     Gradients are credited to batches in the order in which these were handed out, so a loop may fetch batches ahead,
     also over the end of an epoch: the next order is then made without the last gradients, which come too late and count
-    for no other epoch. Whoever leaves out a batch says so with `skip()`: nobody can tell it from one fetched ahead
-    (in the middle of an epoch it is noticed, and the rest of that epoch does not count).
+    for no other epoch. Whoever leaves out a batch says so with `skip()`: nobody can tell it from one fetched ahead (in
+    the middle of an epoch, or after a state was loaded, it is noticed, and the rest of that epoch does not count; at
+    the start of the first epoch it is asked about at its end).
     """
 
     def __init__(
@@ -261,8 +262,8 @@ class OrderedBatchSampler(Sampler[list[int]]):
             "sorter": gathered(self.sorter.state_dict(), self.group),
             "sparsifier": gathered(sparsifier.state_dict(), self.group) if sparsifier else None,
         }
-        if ahead := ledger.outstanding.ahead:
-            state["fetched"] = saved(ahead, self._epochs.late(), self.batch_size, self.group)
+        if pace := ledger.outstanding.pace():
+            state["fetched"] = saved(pace, self._epochs.late(), self.batch_size, self.group)
         return state
 
     def load_state_dict(self, state: dict, *, repartition: bool = False) -> None:
@@ -294,16 +295,16 @@ class OrderedBatchSampler(Sampler[list[int]]):
         parts = {name: part for name, part in parts.items() if part}
         for name, part in parts.items():  # all are checked before any changes
             part.check_state_dict(state[name])
-        ahead, late = None, []
+        pace, late = {}, []
         if "fetched" in state:
-            ahead, late = loaded(state["fetched"], self.batch_size, self.group, self._examples)
+            pace, late = loaded(state["fetched"], self.batch_size, self.group, self._examples)
         if self._model is None:
             self._waiting = state  # for `attach`
             if self.sorter is None:
                 return
         for name, part in parts.items():
             part.load_state_dict(state[name])
-        self._epochs.resume(ahead, late)
+        self._epochs.resume(pace, late)
 
     def _layout(self) -> dict:
         """The settings that decide which examples form a batch, and which batches a unit."""
