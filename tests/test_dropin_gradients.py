@@ -35,6 +35,23 @@ def test_accumulated_batches_are_one_unit():
     assert in_order(sampler, orders[:, 0]) == visited
 
 
+def test_gradients_that_are_zeroed_amid_a_unit_spoil_no_other():
+    """From the fifth unit on the script zeroes them twice as often as the sampler was told: of that one, only what is
+    left then can be seen."""
+    model = network()
+    sampler = attached(model, 2, accumulation_steps=4, drop_last=True)
+    seen, expected = seen_by(sampler.ledger), []
+    for step, (_, inputs, labels) in enumerate(DataLoader(dataset(), batch_sampler=sampler)):
+        before = gradient(model)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        expected.append(gradient(model) - before)
+        if step % 4 == 3 or (step > 16 and step % 2):
+            model.zero_grad()
+    expected = torch.stack(expected).unflatten(0, (-1, 4))
+    expected[4, :2] = 0.0
+    torch.testing.assert_close(torch.cat(seen), expected.sum(1), rtol=1e-10, atol=1e-13)
+
+
 def test_a_scalers_scale_does_not_matter_however_it_changes():
     plain, scaled = network(), network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)

@@ -42,6 +42,8 @@ class BackwardPasses:
 
     - where .grad is not empty at the start of a unit (`zero_grad(set_to_none=False)`, or gradients that are never
       zeroed): only a parameter's hook sees a gradient before it is added to something else;
+    - where .grad is zeroed or changed between the passes of a unit, from the next unit on: of that one, what is left
+      counts;
     - where gradients do not stay in .grad (torch.autograd.grad, steps inside the backward pass), for the same reason;
     - where only parts of the model are called, or a compiler traces it, and so leaves out the hook at the outputs.
 
@@ -71,7 +73,8 @@ class BackwardPasses:
         self._parameters = list(parameters)
         self._now = _Pass(-1)
         self._stays: bool | None = None  # whether the last pass left its gradients in .grad
-        self._left: list | None = None  # `_states` of all .grad after the last pass, if all was well
+        self._left: list | None = None  # `_states` of all .grad after a pass of a unit that goes on, if all was well
+        self._changed = False  # whether that was no longer so at the next pass
         self._shown = 0  # units in a row that did without hooks on all parameters
         self._hooks: dict[int, RemovableHandle] = {}
         self._watch_all()
@@ -88,7 +91,7 @@ class BackwardPasses:
         self._complete(self._in_grad() if there else [None] * len(self._parameters), not self._all)
 
     def _watch_all(self) -> None:
-        self._all, self._shown = True, 0
+        self._all, self._shown, self._changed = True, 0, False
         for index, parameter in enumerate(self._parameters):
             if index not in self._hooks:
                 self._hooks[index] = _hooked(parameter, partial(self._note, index))
@@ -133,8 +136,10 @@ class BackwardPasses:
                 now.wanted = self._start()
             return
         now.before = _states(self._in_grad())
-        if not self._all and self._first() and now.before:
+        if not self._all and self._first() and (now.before or self._changed):
             self._watch_all()
+        elif not self._all and not self._first():
+            self._changed |= now.before != self._left
         if not self._all:
             Variable._execution_engine.queue_callback(self._end_of_few)
 
@@ -192,6 +197,7 @@ class BackwardPasses:
             _refuse()
         if now.wanted:
             self._complete(gradients, True)
+            self._left = None if self._first() else _states(gradients)
 
 
 def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:
