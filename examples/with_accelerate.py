@@ -24,7 +24,7 @@ def main(sorter: str = "cd_grab", epochs: str = "10") -> float:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimiser = accelerator.prepare(model, optimiser)
     sampler = OrderedBatchSampler(train, batch_size=16, sorter=sorter, seed=0)
-    sampler.attach(model)
+    sampler.attach(model, scaler=accelerator.scaler)  # there is one with mixed_precision="fp16"
     loader = DataLoader(train, batch_sampler=sampler)
     for epoch in range(int(epochs)):
         for batch in loader:

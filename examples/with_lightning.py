@@ -20,7 +20,8 @@ from examples.digits import accuracy, digits, network
 class Classifier(lightning.LightningModule):
     def __init__(self, sorter: str) -> None:
         super().__init__()
-        self.network, (self.train_set, self.test_set), self.sorter, self.saved = network(), digits(), sorter, None
+        self.network, (self.train_set, self.test_set), self.sorter = network(), digits(), sorter
+        self.sampler, self.observed, self.saved = None, [], None
 
     def training_step(self, batch, batch_index):
         loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
@@ -31,10 +32,14 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader:
-        self.sampler = OrderedBatchSampler(self.train_set, batch_size=16, sorter=self.sorter, seed=0)
-        self.sampler.attach(self.trainer.strategy.model)  # DDP's wrapper where there is one
-        if self.saved:
-            self.sampler.load_state_dict(self.saved)
+        model, scaler = self.trainer.strategy.model, getattr(self.trainer.precision_plugin, "scaler", None)
+        if self.observed != [model]:  # DDP's wrapper where there is one; every fit makes another
+            if self.sampler:
+                self.sampler.detach()
+            self.sampler, self.observed = OrderedBatchSampler(self.train_set, 16, sorter=self.sorter, seed=0), [model]
+            self.sampler.attach(model, scaler=scaler)
+            if self.saved:
+                self.sampler.load_state_dict(self.saved)
         return DataLoader(self.train_set, batch_sampler=self.sampler, num_workers=2)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:

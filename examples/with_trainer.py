@@ -17,19 +17,26 @@ from examples.digits import accuracy, digits, network
 
 
 class OrderedTrainer(Trainer):
-    sorter = "cd_grab"
+    sorter, sampler, observed = "cd_grab", None, None
 
     def get_train_dataloader(self) -> DataLoader:
-        loader, steps = super().get_train_dataloader(), self.args.gradient_accumulation_steps  # it removes columns
-        batches = {"batch_size": self.args.train_batch_size, "accumulation_steps": steps, "drop_last": steps > 1}
-        self.sampler = OrderedBatchSampler(loader.dataset, **batches, sorter=self.sorter, seed=self.args.seed)
-        self.add_callback(begin := TrainerCallback())
-        begin.on_train_begin = self.attach_sampler
-        loading = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers}
-        return DataLoader(loader.dataset, batch_sampler=self.sampler, **loading)
+        loader, size = super().get_train_dataloader(), self.args.train_batch_size  # it removes columns
+        if self.sampler is None:
+            self.add_callback(begin := TrainerCallback())
+            begin.on_train_begin = self.attach_sampler
+        if self.observed is not self.model_wrapped or self.sampler.batch_size != size:  # else it trains once more
+            if self.observed is not None:
+                self.sampler.detach()
+            steps, seed = self.args.gradient_accumulation_steps, self.args.seed
+            options = {"accumulation_steps": steps, "drop_last": steps > 1, "sorter": self.sorter, "seed": seed}
+            self.sampler, self.observed = OrderedBatchSampler(loader.dataset, size, **options), None
+        names = ["collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn"]
+        return DataLoader(loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names})
 
     def attach_sampler(self, *_, **__) -> None:
-        self.sampler.attach(self.model_wrapped)  # DDP's wrapper where there is one
+        if self.observed is None:
+            self.observed = self.model_wrapped  # DDP's wrapper where there is one
+            self.sampler.attach(self.observed, scaler=self.accelerator.scaler)
 
 
 class Classifier(nn.Module):  # labels in, a loss out, as Trainer expects

@@ -38,19 +38,29 @@ def train_recipes(folder):
 
 @pytest.mark.parametrize("recipe", ALONE)
 def test_recipe_trains(returned, recipe):
-    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 70
     assert 0 < returned[f"{recipe}-alone"] < UNTRAINED / 2
 
 
 @pytest.mark.parametrize("recipe", ON_TWO_PROCESSES)
 def test_recipe_trains_on_two_processes(returned, recipe):
-    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "examples" / f"{recipe}.py").read_text().splitlines()) <= 70
     one, other = (returned[f"{recipe}-{rank}"] for rank in (0, 1))
     if recipe == "fsdp":  # returns its accuracy; each process has its own BatchNorm
         assert min(one, other) > 0.9
         return
     assert one == other  # the mean of both
     assert one > 0.6 if recipe == "ddp_sparsify" else 0 < one < UNTRAINED / 2  # that one returns its accuracy
+
+
+@pytest.mark.parametrize("kind", ["trainer", "lightning", "lightning sharded"])
+def test_a_recipe_trains_more_than_once(returned, kind):
+    """With DDP's wrapper, which is another one each time. What one process of Lightning's trains is a whole replica,
+    unless it is told otherwise."""
+    one, other = (returned[f"{kind}, again-{rank}"] for rank in (0, 1))
+    first, second = one
+    assert one == other and second == [3 if kind == "trainer" else 1, 8]  # that one goes on with the same sampler
+    assert first == [1, 8] if kind != "lightning sharded" else "data_parallel_size" in first
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("**/*.py")), ids=lambda path: path.stem)

@@ -94,6 +94,11 @@ def refuse_other_shards(group: WorkerGroup, parameters: Sequence[nn.Parameter]) 
                 "parameters that are divided by tensor parallelism or by replicate are not supported: call fully_shard "
                 "with a mesh of data-parallel processes only"
             )
+        if mesh.size() == 1 < group.world_size:
+            raise CdgrabError(
+                "every process has all parameters, and its own data: call fully_shard with a mesh of all processes "
+                "(Lightning: ModelParallelStrategy(data_parallel_size=…, tensor_parallel_size=1))"
+            )
         _refuse_other_processes(group, mesh.mesh.flatten().tolist().index(mesh.get_rank()), mesh.size(), "FSDP")
         if mesh.size(mesh.ndim - 1) == 1 < mesh.size():
             raise CdgrabError("this mesh has whole replicas only: use DistributedDataParallel instead of fully_shard")
