@@ -57,6 +57,18 @@ class Mixed(nn.Module):
         return self.parts[2](self.parts[:2](inputs).float())
 
 
+class Ignoring(nn.Module):
+    """With a parameter that DDP is told to ignore. Its gradient is zero, so that it has no effect on anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.own = network(), nn.Linear(6, 2).double()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own.weight"])
+
+    def forward(self, inputs):
+        return self.parts(inputs) + 0 * self.own(inputs)
+
+
 def attached(model, batch_size=8, attach=None, **options):
     return cdgrab.OrderedBatchSampler(dataset(), batch_size, seed=3, **options).attach(model, **attach or {})
 

@@ -177,6 +177,12 @@ class InPlace(torch.optim.SGD):
         super().zero_grad(set_to_none=False)
 
 
+def traced():
+    """DDP whose gradients the compiler averages."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        sampler_of().attach(parallel())
+
+
 def refusals():
     """Sentences, by what was wrong."""
     found = {}
@@ -190,6 +196,8 @@ def refusals():
         "alone": lambda: sampler_of(process_group=dist.new_subgroups(1)[0]).attach(parallel()),
         "nccl": gpu_only,
         "sparse": lambda: sampler_of().attach(parallel(nn.Embedding(5, 3, sparse=True))),
+        "static": lambda: sampler_of(**CASES["accumulated"].sampler).attach(parallel(static_graph=True)),
+        "traced": traced,
         "seeds": lambda: sampler_of(seed=dist.get_rank()).attach(parallel()),
         "sizes": lambda: sampler_of(batch_size=3 + dist.get_rank() % 2).attach(parallel()),
         "one rank": saved_by_one,

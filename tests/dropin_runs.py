@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from dropin_cases import EPOCHS, Awkward, Mixed, dataset, gathered, network, parallel, sampler_of, train
+from dropin_cases import EPOCHS, Awkward, Ignoring, Mixed, dataset, gathered, network, parallel, sampler_of, train
 from sharded_cases import (
     average,
     by_columns,
@@ -28,6 +28,12 @@ def attack(model):
     model.requires_grad_(False)
     torch.autograd.grad(model(inputs).sum(), inputs)
     model.requires_grad_(True)
+
+
+def compiled():
+    model = network()
+    model.compile(backend="aot_eager")
+    return model
 
 
 @dataclass
@@ -65,6 +71,8 @@ CASES = {
     "sketched views": Case({"sketch": "countsketch", "sketch_size": 16}, wrap={"gradient_as_bucket_view": True}),
     "short buckets": Case(short=60, piece=23),
     "mixed": Case(network=Mixed, near=1e-6),
+    "ignoring": Case(network=Ignoring),
+    "compiled": Case(network=compiled),
     "scaled": Case(scaled=True),
     "bf16": Case(attach={"compress": "bf16"}),
     "fp16": Case(attach={"compress": "fp16"}),
@@ -86,6 +94,7 @@ CASES = {
 TRAINED = [(2, name) for name in CASES if name != "sharded in replicas"]
 TRAINED += [(4, name) for name in ("sharded", "sharded, accumulated", "sharded in replicas")]
 TRAINED += [(4, name) for name in ("collected", "divided", "accumulated", "exdyna, scaled")]
+TRAINED += [(4, name) for name in ("awkward", "views", "mixed", "sharded, awkward", "partly sharded, accumulated")]
 RESUMED = [
     (2, "sharded", 3),
     (2, "divided", 3),

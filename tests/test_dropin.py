@@ -1,6 +1,7 @@
 """The drop-in sampler in one process: orders, loaders, epochs cut short, bad input."""
 
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def test_every_epoch_visits_each_example_once_in_batches_that_stay_together(drop
         assert set(numbers) <= set(range(EXAMPLES))
         assert sorted(epoch) == sorted(visited[0])
     assert visited[0] != visited[1] != visited[2]
+
+
+def test_a_loader_that_is_repeated_by_cycle_is_refused():
+    model = network()
+    sampler = attached(model)
+    with pytest.raises(CdgrabError, match=r"itertools\.cycle repeats .*: yield from loader"):
+        train(model, sampler, 1, cycle(DataLoader(dataset(), batch_sampler=sampler)))
+
+
+def test_a_sampler_that_is_detached_while_it_is_paused_stays_so():
+    model = network()
+    sampler = attached(model)
+    with sampler.paused():
+        sampler.detach()
+    assert len(train(model, sampler, 1)[0]) == len(sampler) and sampler.sorter.position == 0
 
 
 def test_a_sampler_says_what_it_is():
@@ -158,6 +174,8 @@ BAD = {
     "call sampler.attach": lambda: next(iter(OrderedBatchSampler(dataset(), 4))),
     "attach needs a torch.nn.Module": lambda: OrderedBatchSampler(dataset(), 4).attach(list),
     "no parameters that need a gradient": lambda: OrderedBatchSampler(dataset(), 4).attach(nn.ReLU()),
+    "takes no hooks": lambda: attached(torch.jit.script(nn.Linear(6, 2))),
+    "complex parameters": lambda: attached(nn.Linear(6, 2, dtype=torch.complex64)),
     "attached to a model already": lambda: attached(m := network()).attach(m),
     "need a model wrapped in DistributedDataParallel": lambda: attached(network(), attach={"compress": "bf16"}),
     "compress must be": lambda: attached(network(), attach={"compress": "int8"}),

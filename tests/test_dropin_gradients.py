@@ -35,6 +35,16 @@ def test_accumulated_batches_are_one_unit():
     assert in_order(sampler, orders[:, 0]) == visited
 
 
+def test_single_examples_under_autocast_are_refused():
+    model = network().float()
+    sampler = attached(model, unit="example")
+    (_, inputs, labels), *_ = DataLoader(dataset(), batch_sampler=sampler)
+    with pytest.raises(CdgrabError, match="no gradients of single examples under autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(inputs.float()), labels)
+        loss.backward()
+
+
 def test_gradients_that_are_zeroed_amid_a_unit_spoil_no_other():
     """From the fifth unit on the script zeroes them twice as often as the sampler was told: of that one, only what is
     left then can be seen."""

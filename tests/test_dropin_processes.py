@@ -79,7 +79,8 @@ EXACT = [(n, name) for n, name in TRAINED if name not in NEAR]
 def test_orders_equal_the_suites_and_weights_those_of_averaging_by_hand(found, processes, name):
     result, case = found[processes][name], CASES[name]
     wire = torch.bfloat16 if "bf16" in name else torch.float64
-    gradients, weights = by_hand(result["visited"], case.network, case.accumulate, case.loop.get("skip", ()), wire)
+    make = network if name == "compiled" else case.network
+    gradients, weights = by_hand(result["visited"], make, case.accumulate, case.loop.get("skip", ()), wire)
     sketch = {key: value for key, value in case.sampler.items() if key.startswith("sketch")}
     assert result["visited"] == in_order(result["units"], sorted_alone(gradients, **sketch))
     for epoch in zip(*result["visited"], strict=True):
@@ -220,6 +221,8 @@ def test_refusals_name_the_way_out(found):
     assert "process 0 of 1 for the sampler and 0 of 2 for DDP" in sentences["alone"]
     assert "init_process_group() without a name" in sentences["nccl"]
     assert "sparse=False" in sentences["sparse"]
+    assert "accumulate with static_graph=False" in sentences["static"]
+    assert "use 'ddp_optimizer'" in sentences["traced"]
     assert "seed is 0 on process 0 and something else on others" in sentences["seeds"]
     assert "batch_size is 3 on process 0" in sentences["sizes"] and "of the whole dataset" in sentences["sizes"]
     assert sentences["one rank"] == "rank 0 waited in vain: every rank must call sampler.state_dict()"

@@ -73,7 +73,8 @@ class ExampleGradients:
             with self._ledger.stopwatch:
                 found = torch.func.vmap(product)(given, gradient.detach())
         except RuntimeError as error:
-            raise CdgrabError(f"{name} gives no gradients of single examples; use unit='batch'") from error
+            autocast = " under autocast" * (gradient.dtype != next(iter(own.values())).dtype)
+            raise CdgrabError(f"{name} gives no gradients of single examples{autocast}; use unit='batch'") from error
         finally:
             self._busy = False
         this_pass = torch._C._current_graph_task_id()

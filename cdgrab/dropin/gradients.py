@@ -37,9 +37,10 @@ from cdgrab.dropin.ledger import Ledger
 from cdgrab.dropin.parts import Layout, Parts
 from cdgrab.dropin.refusals import (
     REENTRANT,
+    refuse_kinds,
+    refuse_kinds_of_ddp,
     refuse_new_parameters,
     refuse_other_processes,
-    refuse_sparse_gradients,
 )
 from cdgrab.dropin.sharded import ShardedGradients
 from cdgrab.errors import CdgrabError, NotFiniteError
@@ -71,10 +72,12 @@ class ObservedModel:
         self._sharded = sharded_modules(inside)
         for module in self._sharded:
             module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
-        trained = {name: each for name, each in inside.named_parameters() if each.requires_grad}
-        self.parameters, self._names = list(trained.values()), {name for name in trained if is_sharded(trained[name])}
-        self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._parallel = isinstance(inside, DistributedDataParallel)
+        trained = {name: each for name, each in inside.named_parameters() if each.requires_grad}
+        left_out = {name for name in trained if self._parallel and _ignores(inside, name)}
+        self.parameters = [each for name, each in trained.items() if name not in left_out]
+        self._names = left_out | {name for name in trained if is_sharded(trained[name])}
+        self.dim = sum(parameter.numel() for parameter in self.parameters)
         self._refuse(compiled, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
@@ -111,6 +114,7 @@ class ObservedModel:
     def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
             raise CdgrabError("the model has no parameters that need a gradient")
+        refuse_kinds(self._get_outside(), self.parameters)
         if compiled and self._ledger.unit == "example":
             raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
         if group.world_size > 1 and not self._parallel and not self._sharded:
@@ -121,7 +125,7 @@ class ObservedModel:
             raise CdgrabError("unit='example' needs whole parameters, and FSDP divides them; use unit='batch'")
         if self._parallel:
             refuse_other_processes(group, self.model.process_group)
-            refuse_sparse_gradients(self.model.module)
+            refuse_kinds_of_ddp(self.model, self._ledger.accumulation_steps)
 
     def _refuse_averaging(self, compress: str | None, sparsifier: str | None, options: dict) -> None:
         one_of("compress", compress, WIRE)
@@ -162,6 +166,12 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
     parallel = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     trained = [sum(each.requires_grad for each in part.parameters()) for part in (model, *parallel)]
     return parallel[0] if len(trained) == 2 and trained[0] == trained[1] else model
+
+
+def _ignores(model: DistributedDataParallel, name: str) -> bool:
+    """Whether DDP leaves this parameter alone. (It looks for those of the outermost module with a dot before.)"""
+    name = name.removeprefix("module.")
+    return (name if "." in name else f".{name}") in model.parameters_to_ignore
 
 
 def _keeps_gradients(model: DistributedDataParallel) -> bool:

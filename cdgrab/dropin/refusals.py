@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from types import FrameType
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Sampler
 
@@ -113,10 +114,23 @@ def refuse_replicas(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def refuse_kinds(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CdgrabError(
+            "a model of torch.jit.script takes no hooks: attach the module that it was made from and train it"
+        )
+    if any(parameter.is_complex() for parameter in parameters):
+        raise CdgrabError("complex parameters are not supported: keep them as real ones, and use torch.view_as_complex")
+
+
+def refuse_kinds_of_ddp(model: nn.parallel.DistributedDataParallel, accumulation_steps: int) -> None:
+    for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) is True:
             raise CdgrabError(f"DDP does not pass on sparse gradients, which {name} produces; use sparse=False")
+    if model.static_graph and accumulation_steps > 1:
+        raise CdgrabError("DDP with static_graph=True fails inside no_sync: accumulate with static_graph=False")
+    if model._use_python_reducer:
+        raise CdgrabError("optimize_ddp='python_reducer' leaves out DDP's communication hook: use 'ddp_optimizer'")
 
 
 def refuse_new_parameters(model: nn.Module, known: Sequence[nn.Parameter], names: Collection[str] = ()) -> None:

@@ -95,6 +95,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         if self._kept:
             self.ledger.diagnosis = self.ledger.stopwatch = Diagnosis(self._kept, self.seed, self.group)
         self._model: ObservedModel | None = None
+        self._detached = False
         self._waiting: dict | None = None  # a state that was loaded before `attach`
         self._epochs = Epochs(self.ledger, self.group, self._batches)
         if not SORTERS[sorter].needs_gradients:
@@ -202,7 +203,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         processes call this together.)"""
         if self._model:
             self._model.stop()
-        self.ledger.paused = True
+        self.ledger.paused = self._detached = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,7 +212,7 @@ class OrderedBatchSampler(Sampler[list[int]]):
         try:
             yield
         finally:
-            self.ledger.paused = before
+            self.ledger.paused = before or self._detached
 
     def skip(self) -> None:
         """The batch whose backward pass would be next gets none; its gradient counts as zero. All processes call this
