@@ -1,15 +1,17 @@
-"""The drop-in sampler with DDP and FSDP2 on processes that share a GPU, against the same training by hand on a CPU."""
+"""The drop-in sampler on a GPU: with DDP and FSDP2 on processes that share it, against the same training by hand on a
+CPU; what a step of one process takes, and CUDA graphs."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from dropin_cases import dataset, gathered, network, parallel, sampler_of, sorted_alone, train
+from dropin_cases import attached, dataset, gathered, network, parallel, sampler_of, sorted_alone, train
 from sharded_cases import by_layers
 from test_dropin_processes import by_hand, in_order
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, default_collate
 
+from cdgrab import CdgrabError
 from cdgrab.runtime import group as workers
 from cdgrab.runtime import overlap
 
@@ -64,3 +66,60 @@ def test_orders_and_weights_on_a_gpu_equal_those_by_hand(found, name):
     gradients, weights = by_hand(result["visited"], wire=wire)
     assert result["visited"] == in_order(result["units"], sorted_alone(gradients))
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12 if wire == torch.float64 else 2e-2)
+
+
+@pytest.mark.parametrize("width", [64, 3000])  # rows that are decided in the training's stream, and beside it
+def test_a_step_waits_for_nothing_and_asks_for_no_memory(width, monkeypatch):
+    """No more often than the same step without orders; not the first pair, nor where an epoch ends."""
+    monkeypatch.setattr("cdgrab.sorters.balancers.BRIEF", 4 * 1000)
+    inputs, labels = (each.cuda() for each in dataset().tensors[1:])
+
+    def asked(ordered):
+        model = network(width=width).cuda()
+        batches = attached(model, 8, drop_last=True) if ordered else [list(range(i, i + 8)) for i in range(0, 56, 8)]
+        optimiser, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        for epoch in range(3):
+            for number, batch in enumerate(batches):
+                some, right = inputs[batch], labels[batch]
+                torch.cuda.synchronize()
+                steady = epoch == 2 and 1 < number < 6
+                torch.cuda.set_sync_debug_mode("error" if steady else "default")
+                before = torch.cuda.memory_stats()["allocation.all.allocated"]
+                try:
+                    optimiser.zero_grad()
+                    torch.nn.functional.cross_entropy(model(some), right).backward()
+                    optimiser.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                found += [torch.cuda.memory_stats()["allocation.all.allocated"] - before] * steady
+        return found
+
+    assert asked(True) == asked(False)
+
+
+def graphed(model):
+    return torch.cuda.make_graphed_callables(model, (dataset().tensors[1][:8].cuda().requires_grad_(),))
+
+
+@pytest.mark.parametrize("wrap", [graphed, lambda model: torch.compile(model, mode="reduce-overhead")])
+def test_graphs_of_the_models_own_passes_change_no_order(wrap):
+    def visited(wrap):
+        model = wrap(network().cuda())
+        sampler = attached(model, 8, drop_last=True)
+        return train(model, sampler, loader=DataLoader(dataset(), batch_sampler=sampler, collate_fn=on_gpu))
+
+    assert visited(wrap) == visited(lambda model: model)
+
+
+def test_a_whole_step_in_a_graph_is_refused():
+    model = network().cuda()
+    sampler = attached(model, 8, drop_last=True)
+    inputs, labels = (each[:8].cuda() for each in dataset().tensors[1:])
+    for number, _ in enumerate(sampler):
+        if number < 3:
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            model.zero_grad()
+            continue
+        with pytest.raises(CdgrabError, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        return

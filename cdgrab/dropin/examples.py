@@ -93,7 +93,7 @@ class ExampleGradients:
             if (rows.sum(0) - whole).norm() > AGREEMENT * whole.norm() + 1e-12:
                 raise CdgrabError("the gradients of the examples do not add up for this model; use unit='batch'")
             self._checked = True
-        self._ledger.observe(rows * len(rows))  # in the batch's mean each example has weight 1 / batch size
+        self._ledger.observe(rows.mul_(len(rows)))  # in the batch's mean each example has weight 1 / batch size
 
 
 def layers(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

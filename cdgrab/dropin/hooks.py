@@ -121,6 +121,15 @@ class BackwardPasses:
         self._now = _Pass(task)
         return True
 
+    def _is_wanted(self) -> bool:
+        """Whether the pass that begins belongs to a batch."""
+        if self._parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CdgrabError(
+                "this backward pass is captured in a CUDA graph, which runs without hooks later on, so that nobody would "
+                "see its gradients: use torch.cuda.make_graphed_callables, then attach, or torch.compile"
+            )
+        return self._start()
+
     # -- during a pass ------------------------------------------------------------------------------------------------
 
     def _begin(self, gradient: Tensor) -> None:
@@ -133,7 +142,7 @@ class BackwardPasses:
             return
         if self._complete is None:
             if not self._all:
-                now.wanted = self._start()
+                now.wanted = self._is_wanted()
             return
         now.before = _states(self._in_grad())
         if not self._all and self._first() and (now.before or self._changed):
@@ -149,7 +158,7 @@ class BackwardPasses:
         if new and not self._all and self._first():
             self._watch_all()  # the pass has not begun at an output
         if now.wanted is None:
-            now.wanted = self._start()
+            now.wanted = self._is_wanted()
             if now.wanted and self._complete and (self._all or new):
                 Variable._execution_engine.queue_callback(self._end if self._all else self._end_of_few)
             if self._all and not self._complete:
@@ -192,7 +201,7 @@ class BackwardPasses:
         if not now.found and _states(gradients) == now.before:
             return  # the gradient of something else was wanted
         if now.wanted is None:
-            now.wanted = self._start()
+            now.wanted = self._is_wanted()
         if now.wanted and any(gradients[index] is None for index in now.found):
             _refuse()
         if now.wanted:

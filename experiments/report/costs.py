@@ -18,6 +18,12 @@ def table() -> str:
 
 
 WRITTEN = {"gpt2": "GPT-2", "resnet": "ResNet-", "mlp": "MLP"}
+# What a step with the drop-in sampler should take at most, over a plain one: on a GPU, on one host, and over a link.
+WANTED = {
+    "cuda": {"gpt2": 1.02, "resnet50": 1.03, "resnet18, batch 128": 1.06, "resnet18, batch 32": 1.06, "mlp": 1.35},
+    "cpu": {"convolutional": 1.03, "linear": 1.15},
+    "link": dict.fromkeys(("convolutional", "linear", "mlp"), 1.03),
+}
 
 
 def dropin() -> str:
@@ -39,7 +45,17 @@ def _step(row: dict) -> dict[str, str]:
         "plain step (ms)": f"{row['plain_us'] / 1e3:.3g}",
         "ours / plain [quartiles]": "{:.2f} [{:.2f}, {:.2f}]".format(row["ratio"], *row["ratio_quartiles"]),
         "extra memory (floats per parameter)": str(row.get("floats_per_parameter", "–")),
+        "wanted at most": _wanted(row),
     }
+
+
+def _wanted(row: dict) -> str:
+    """Time and memory. That of many processes is what they have to keep; what is on its way comes on top."""
+    alone = row["processes"] == 1
+    limits = WANTED["link" if "gigabits" in row else row["device"]]
+    times = limits.get(row["model"]) if "sketch" not in row and (alone or row["device"] == "cpu") else None
+    floats = 1 if "sketch" in row else 3 if alone else 1 + 2 / row["processes"]
+    return f"{f'{times:.2f}' if times else '–'}; {floats:g}"
 
 
 def _cpu() -> Iterator[Line]:

@@ -84,6 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "links-steps": figures_link.steps,
     "links-early": figures_link.early,
     "practice": partial(study, "practice"),
+    "practice-settings": partial(study, "practice", 2),
     "scoreboard": scoreboard,
 }
 

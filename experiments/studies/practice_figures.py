@@ -95,15 +95,16 @@ def summary_table(table: DataFrame, settings: DictConfig) -> Iterator[dict[str, 
     plain = {"base", "arms", "augment", "seeds"}
     for name in (name for name in cells(settings) if settings.cells[name].keys() <= plain):
         costs = select(table, kind=COST, cell=name)
+        score = " % in perplexity" if cell(settings, name)["model"] == "gpt" else " points"
         for arm in (arm for arm in ORDERED if arm in cell(settings, name)["arms"]):
             yield {
                 "model, data": cell_label(settings, name),
                 "ordered": ORDERED[arm],
                 "gain in train loss over `shuffle=True`": gain(name, arm, SHUFFLE, LOSS, unit=" %"),
                 "over the same batches at random": gain(name, arm, FIXED, LOSS, unit=" %"),
-                "gain in validation": gain(name, arm, SHUFFLE, SCORE, unit=" points"),
+                "gain in validation": gain(name, arm, SHUFFLE, SCORE, unit=score),
                 "seeds": str(len(found[name, arm, SHUFFLE, LOSS][0].gains)),
-                "so it": ANSWERS[found[name, arm, SHUFFLE, LOSS][1].answer],
+                "verdict": ANSWERS[found[name, arm, SHUFFLE, LOSS][1].answer],
                 "a step takes": _times(costs, arm),
             }
 
