@@ -125,8 +125,8 @@ class BackwardPasses:
         """Whether the pass that begins belongs to a batch."""
         if self._parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise CdgrabError(
-                "this backward pass is captured in a CUDA graph, which later runs without hooks, so that nobody would see "
-                "its gradients: call torch.cuda.make_graphed_callables before attach, or use torch.compile"
+                "this backward pass is captured in a CUDA graph, which will run without hooks: call "
+                "torch.cuda.make_graphed_callables before attach instead, or use torch.compile"
             )
         return self._start()
 
