@@ -70,14 +70,15 @@ def test_orders_and_weights_on_a_gpu_equal_those_by_hand(found, name):
     torch.testing.assert_close(result["weights"], weights, rtol=0, atol=1e-12 if wire == torch.float64 else 2e-2)
 
 
-@pytest.mark.parametrize("width", [64, 3000])  # rows that are decided in the training's stream, and beside it
-def test_a_step_waits_for_nothing_and_asks_for_no_memory(width, monkeypatch):
-    """No more often than the same step without orders; not the first pair, nor where an epoch ends."""
-    monkeypatch.setattr("cdgrab.sorters.balancers.BRIEF", 4 * 1000)
+@pytest.mark.parametrize("brief", [2**30, 0])  # rows are decided in the training's stream, or beside it
+def test_a_step_waits_for_nothing_and_asks_for_no_memory(brief, monkeypatch):
+    """No more often than the same step without orders, but for the first pair and where an epoch ends. (Rows of less
+    than half a block are collected, and every pair has one of its own.)"""
+    monkeypatch.setattr("cdgrab.sorters.balancers.BRIEF", brief)
     inputs, labels = (each.cuda() for each in dataset().tensors[1:])
 
     def asked(ordered):
-        model = network(width=width).cuda()
+        model = network(width=20_000).cuda()
         batches = attached(model, 8, drop_last=True) if ordered else [list(range(i, i + 8)) for i in range(0, 56, 8)]
         optimiser, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
         for epoch in range(3):
