@@ -115,7 +115,7 @@ def _verdict(found: Report, sorter: Sorter | None) -> tuple[str, str]:
     if found.seconds > DEAR * found.epoch_seconds:
         dear = _percent(found.seconds / found.epoch_seconds)
         return CANNOT_TELL, f"{balanced}, but orders take {dear} of the time: compare losses with sorter='d_rr'"
-    return WORTH, balanced
+    return WORTH, f"{balanced}; what that does to the loss, only a comparison with sorter='d_rr' tells"
 
 
 def examined(rows: Tensor, seed: int) -> dict:
