@@ -19,6 +19,7 @@ from cdgrab.sparsify import SPARSIFIERS
 from experiments.store.files import ROOT
 from experiments.studies.base import Study
 from experiments.tasks import TASKS
+from experiments.training import extensions
 from experiments.training.extensions import VARIABLE
 
 CLONE = "/path/to/this/clone"
@@ -117,8 +118,9 @@ def _python(name, arguments, module, environment):
 
 @contextmanager
 def _stopped_at_the_beginning(command):
-    """And names that a file registers are forgotten."""
+    """And names that a file registers are forgotten, with the file."""
     with ExitStack() as stack:
+        stack.callback(extensions._load.cache_clear)
         for registry in (SORTERS, SPARSIFIERS, TASKS):
             stack.enter_context(mock.patch.dict(registry))
         for function in BEGINNINGS[command]:

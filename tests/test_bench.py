@@ -66,6 +66,20 @@ def test_every_model_of_the_drop_in_benchmark_is_there():
         assert trained.loss(made, *batch).isfinite()
 
 
+def test_a_row_of_one_process_on_a_gpu_is_of_several_one_after_the_other(monkeypatch):
+    """Each may favour one script as long as it lives: their ratios count together, as does the memory of all."""
+    made = iter([([10.0, 20.0], [11.0, 30.0], 100), ([30.0, 40.0], [30.0, 60.0], 300), ([20.0], [26.0], 200)])
+
+    def measured(case, device, limits, looks):
+        plain, ours, extra = next(made)
+        return [{"plain": plain, "ours": ours, "dim": 25, "peaks": {"plain": 1000, "ours": 1000 + extra}}]
+
+    monkeypatch.setattr(dropin, "_in_processes", measured)
+    row = dropin._steps(dropin.Case("mlp"), "cuda", "full")
+    assert (row["plain_us"], row["ours_us"], row["ratio"], row["floats_per_parameter"]) == (20, 30, 1.3, 2)
+    assert next(made, None) is None
+
+
 def test_rows_have_the_agreed_keys_and_plausible_values(results):
     rows = bench_results.read_rows("balance")
     assert {(row["workers"], row["dim"]) for row in rows} == {(4, 19), (4, 500)}
