@@ -32,21 +32,24 @@ class Classifier(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader:
-        model, scaler = self.trainer.strategy.model, getattr(self.trainer.precision_plugin, "scaler", None)
-        if self.observed != [model]:  # DDP's wrapper where there is one; every fit makes another
+        # DDP's wrapper where there is one; in a list, else Lightning would take it for a part of this module
+        observed = [self.trainer.strategy.model, getattr(self.trainer.precision_plugin, "scaler", None)]
+        if self.observed != observed:  # not so if only the loader is made anew
             if self.sampler:
                 self.sampler.detach()
-            self.sampler, self.observed = OrderedBatchSampler(self.train_set, 16, sorter=self.sorter, seed=0), [model]
-            self.sampler.attach(model, scaler=scaler)
-            if self.saved:
-                self.sampler.load_state_dict(self.saved)
+            self.sampler, self.observed = OrderedBatchSampler(self.train_set, 16, sorter=self.sorter, seed=0), observed
+            self.sampler.attach(observed[0], scaler=observed[1])
+        if self.saved:
+            self.sampler.load_state_dict(self.saved)
+            self.saved = None
         return DataLoader(self.train_set, batch_sampler=self.sampler, num_workers=2)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["sampler"] = self.sampler.state_dict()
+        if self.sampler:
+            checkpoint["sampler"] = self.sampler.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        self.saved = checkpoint["sampler"]
+        self.saved = checkpoint.get("sampler")
 
 
 def main(sorter: str = "cd_grab", epochs: str = "10") -> float:

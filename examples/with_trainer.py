@@ -17,21 +17,23 @@ from examples.digits import accuracy, digits, network
 
 
 class OrderedTrainer(Trainer):
-    sorter, sampler, observed = "cd_grab", None, None
+    sorter, sampler, observed, made_for = "cd_grab", None, None, None
 
     def get_train_dataloader(self) -> DataLoader:
-        loader, size = super().get_train_dataloader(), self.args.train_batch_size  # it removes columns
+        loader, args = super().get_train_dataloader(), self.args  # it removes columns
+        wanted = (self.train_dataset, self._train_batch_size, args.gradient_accumulation_steps)
         if self.sampler is None:
             self.add_callback(begin := TrainerCallback())
             begin.on_train_begin = self.attach_sampler
-        if self.observed is not self.model_wrapped or self.sampler.batch_size != size:  # else it trains once more
+        if self.observed is not self.model_wrapped or self.made_for != wanted:  # else it trains once more
             if self.observed is not None:
                 self.sampler.detach()
-            steps, seed = self.args.gradient_accumulation_steps, self.args.seed
-            options = {"accumulation_steps": steps, "drop_last": steps > 1, "sorter": self.sorter, "seed": seed}
-            self.sampler, self.observed = OrderedBatchSampler(loader.dataset, size, **options), None
+            units = {"accumulation_steps": wanted[2], "drop_last": wanted[2] > 1 or args.dataloader_drop_last}
+            self.sampler = OrderedBatchSampler(loader.dataset, wanted[1], sorter=self.sorter, seed=args.seed, **units)
+            self.observed, self.made_for = None, wanted
         names = ["collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn"]
-        return DataLoader(loader.dataset, batch_sampler=self.sampler, **{name: getattr(loader, name) for name in names})
+        same = {name: getattr(loader, name) for name in [*names, "multiprocessing_context"]}
+        return DataLoader(loader.dataset, batch_sampler=self.sampler, **same)
 
     def attach_sampler(self, *_, **__) -> None:
         if self.observed is None:

@@ -79,6 +79,7 @@ CASES = {
     "exdyna": Case(attach=EXDYNA),
     "exdyna, scaled": Case(attach=EXDYNA, scaled=True),
     "examples": Case({"unit": "example"}, divided=False),
+    "examples, ignoring": Case({"unit": "example"}, network=Ignoring, divided=False),
     "oblivious": Case({"sorter": "d_rr"}),
     "sharded": Case({"diagnose": 1000}, shard=by_layers, like="divided"),
     "sharded, accumulated": Case(ACCUMULATED, loop={"accumulate": 2}, shard=by_layers, like="accumulated"),

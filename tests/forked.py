@@ -21,18 +21,21 @@ from torch.multiprocessing import start_processes
 from experiments import train
 from experiments.training.loop import Trainer
 
-STUCK = 200  # seconds; somewhat less than what a test gets, so that it is the process that stands still which says so
+STUCK = "CDGRAB_TESTS_STUCK"  # how many seconds a process may take
+USUAL = 200  # somewhat less than what a test gets, so that it is the process that stands still which says so
 
 
 def say_if_stuck():
     """End this process, in a while, with the stacks of its threads. (pytest's own way would wait here for a thread that
     is not there in a fork.)"""
-    timer = threading.Timer(STUCK, _say_where)
+    seconds = float(os.environ.get(STUCK, USUAL))
+    timer = threading.Timer(seconds, _say_where, [seconds])
     timer.daemon = True
     timer.start()
 
 
-def _say_where():
+def _say_where(seconds):
+    os.write(2, f"process {os.getpid()} is ended: it has taken {seconds:g} seconds\n".encode())
     faulthandler.dump_traceback(file=2)
     os._exit(1)
 

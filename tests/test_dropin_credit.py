@@ -19,7 +19,7 @@ from cdgrab.errors import CdgrabError
 BATCH = 2
 AHEAD = st.integers(0, 9)  # batches that a loader reads ahead, as loader processes do
 FETCHED = st.integers(0, 3)  # batches that the loop itself fetches ahead
-DAMAGES = ({"more": 1}, {"ahead": 0}, {"late": [1, 2]}, {"examples": torch.full((1, 1, 2), -1)})
+DAMAGES = ({"more": 1}, {"held": -1}, {"certain": 1}, {"late": [1, 2]}, {"examples": torch.full((1, 1, 2), -1)})
 
 
 class Training:
@@ -161,6 +161,37 @@ def test_a_state_with_damaged_batches_is_refused(damage):
     assert state["fetched"]["late"] == [2]
     with pytest.raises(CdgrabError, match="damaged"):
         Training(3, state=state | {"fetched": state["fetched"] | damage})
+
+
+def test_a_state_of_an_earlier_version_is_loaded():
+    """It knew how far the loop and its loader were ahead, and no more."""
+    before, after = Training(6), []
+    steps(before, fetched(repeated(before.sampler), 2), 5)
+    state = before.sampler.state_dict()
+    late, examples = (state["fetched"][name] for name in ("late", "examples"))
+    for fetched_then in (state["fetched"], {"ahead": 2, "late": late, "examples": examples}):
+        training = Training(6, state=state | {"fetched": fetched_then})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps(training, fetched(repeated(training.sampler), 2), 7)
+        after.append((training.used, training.told))
+    assert after[0] == after[1] and late
+
+
+def test_a_state_that_is_saved_with_late_batches_by_a_loop_that_fetches_none_ahead_is_loaded():
+    """As where a training goes on with fewer loader processes."""
+    before = Training(8)
+    steps(before, fetched(repeated(before.sampler), 3), 6)
+    state = before.sampler.state_dict()
+    assert state["fetched"]["held"] == 3 and len(state["fetched"]["late"]) == 2
+    between = Training(8, state=state)
+    steps(between, iter(between.sampler), 1)
+    state = between.sampler.state_dict()
+    assert state["fetched"]["held"] == 0 and len(state["fetched"]["late"]) == 1
+    after = Training(8, state=state)
+    steps(after, iter(after.sampler))
+    first_epoch = before.used + between.used + after.used[:1]
+    assert sorted(chain(*first_epoch)) == list(range(before.examples))
 
 
 @settings(max_examples=15)

@@ -19,7 +19,15 @@ from torch import nn
 
 from cdgrab import CdgrabError, make_sorter
 
-NEAR = {"bf16": 2e-2, "fp16": 2e-3, "exdyna": 0.5, "exdyna, scaled": 0.5, "examples": 1e-12, "oblivious": 1e-12}
+NEAR = {
+    "bf16": 2e-2,
+    "fp16": 2e-3,
+    "exdyna": 0.5,
+    "exdyna, scaled": 0.5,
+    "examples": 1e-12,
+    "examples, ignoring": 1e-12,
+}
+NEAR |= {"oblivious": 1e-12}
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +134,9 @@ def test_other_ways_to_average_train_as_well(found, processes, name):
     for epoch in zip(*result["visited"], strict=True):
         assert {number for batches in epoch for batch in batches for number in batch} == set(range(EXAMPLES))
     assert result["visited"][0][0] != result["visited"][0][1]
-    _, exact = by_hand(result["visited"])
+    _, exact = by_hand(result["visited"], CASES[name].network)
     torch.testing.assert_close(result["weights"], exact, rtol=0, atol=NEAR[name])
-    assert name in ("examples", "oblivious") or not torch.equal(result["weights"], exact)
+    assert NEAR[name] < 1e-10 or not torch.equal(result["weights"], exact)
 
 
 def test_a_changing_scale_changes_nothing_sparse_gradients_included(found):
@@ -183,8 +191,9 @@ def test_an_epoch_left_early_or_with_late_gradients(found, name):
     alone.observe(range(units), gradients[0])
     expected = in_order(result["units"], alone.order(1, cut_short=True)[None])
     assert [batches[1:] for batches in result["visited"]] == expected
-    told = "epoch 0 ended with " if name == "broken off" else "at the end of the e"  # one might have been left out
-    assert [sentence[:19] for sentence in result["told"]] == [told]
+    (told,) = result["told"]
+    # that it has fetched a batch ahead cannot be told from having left one out
+    assert told.startswith("epoch 0 ended with" if name == "broken off" else "at the end of the epoch 1 batch had no")
 
 
 @pytest.mark.parametrize(("processes", "name", "stop_after"), RESUMED)

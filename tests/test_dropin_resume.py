@@ -141,7 +141,7 @@ def test_a_state_amid_an_accumulation_is_refused():
         sampler.state_dict()
 
 
-DAMAGED = [[], {}, {"ahead": -1}, {"late": 3}, {"late": ["1"]}, {"examples": torch.zeros(1, 1, 8)}]
+DAMAGED = [[], {}, {"held": -1}, {"certain": 1}, {"late": 3}, {"late": ["1"]}, {"examples": torch.zeros(1, 1, 8)}]
 DAMAGED += [{"examples": torch.full((1, 1, 8), EXAMPLES)}, {"examples": torch.zeros(2, 1, 8, dtype=torch.long)}]
 
 
@@ -155,7 +155,7 @@ def test_damaged_notes_of_batches_fetched_ahead_are_refused():
         now.append(batch)
         nn.functional.cross_entropy(model(inputs[now[0]]), labels[now.popleft()]).backward()
     state = sampler.state_dict()
-    assert (state["fetched"]["ahead"], state["fetched"]["late"]) == (3, [6, 7])
+    assert (state["fetched"]["held"], state["fetched"]["late"]) == (3, [6, 7])
     for damage in DAMAGED:
         damaged = state["fetched"] | damage if damage else damage
         with pytest.raises(CdgrabError, match="damaged"):

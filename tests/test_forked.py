@@ -9,13 +9,13 @@ from torch.multiprocessing import ProcessExitedException
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(forked, "STUCK", 0.2)
+    monkeypatch.setenv(forked.STUCK, "0.2")
 
 
 def test_a_process_that_stands_still_says_where(impatient, capfd):
     assert forked.elsewhere(time.sleep, 60) == 1
     told = capfd.readouterr().err
-    assert "most recent call first" in told and "in _carried_out" in told
+    assert "it has taken 0.2 seconds" in told and "in _carried_out" in told
 
 
 def test_so_does_each_of_several(impatient, capfd):

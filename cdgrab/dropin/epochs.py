@@ -20,7 +20,7 @@ class Epochs:
         self._late: list[Batch] = []  # of the epoch before, to be used first: a state says so that was loaded
         self.began = -1  # the position at which the last iteration began; -1: none yet, or none since a load
 
-    def resume(self, pace: dict[str, int], late: list[Batch]) -> None:
+    def resume(self, pace: dict[str, int | bool], late: list[Batch]) -> None:
         """Go on from a state that was loaded: see `cdgrab.dropin.outstanding.loaded`."""
         ledger, sorter = self._ledger, self._ledger.sorter
         ledger.resuming = sorter.epoch >= 0 and sorter.position < sorter.units

@@ -58,7 +58,8 @@ class ExampleGradients:
             output.register_hook(lambda gradient: self._add(name, layer, given, gradient))
 
     def _add(self, name: str, layer: nn.Module, given: Tensor, gradient: Tensor) -> None:
-        own = {key: value for key, value in layer.named_parameters() if value.requires_grad}
+        trained = (item for item in layer.named_parameters() if item[1].requires_grad)
+        own = {key: value for key, value in trained if id(value) in self._places}
         if not own or not self._ledger.is_active():
             return
 

@@ -66,7 +66,7 @@ class ObservedModel:
         if not isinstance(model, nn.Module):
             raise CdgrabError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
         compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
-        inside, self._ledger, self._get_outside = _without_wrappers(model), ledger, weakref.ref(model)
+        inside, self._ledger = _without_wrappers(model), ledger
         # DDP has the communication hook, which leads here; no collector of garbage sees that
         self._get_model = weakref.ref(inside) if isinstance(inside, DistributedDataParallel) else lambda: inside
         self._sharded = sharded_modules(inside)
@@ -74,11 +74,14 @@ class ObservedModel:
             module.reshard()  # until the next backward pass some may have the parameters of the last forward pass
         self._parallel = isinstance(inside, DistributedDataParallel)
         trained = {name: each for name, each in inside.named_parameters() if each.requires_grad}
-        left_out = {name for name in trained if self._parallel and _ignores(inside, name)}
-        self.parameters = [each for name, each in trained.items() if name not in left_out]
-        self._names = left_out | {name for name in trained if is_sharded(trained[name])}
+        if self._parallel:
+            ours = _averaged(inside)
+            self._names = {name for name, each in trained.items() if id(each) not in ours}
+        else:
+            self._names = {name for name, each in trained.items() if is_sharded(each)}
+        self.parameters = [each for name, each in trained.items() if not self._parallel or name not in self._names]
         self.dim = sum(parameter.numel() for parameter in self.parameters)
-        self._refuse(compiled, group)
+        self._refuse(model, compiled, group)
         self._refuse_averaging(compress, sparsifier, more)
         self.sparsifier: Sparsifier | None = None
         self._hook: BucketHook | OverlappingHook | None = None  # until DDP has it
@@ -111,10 +114,11 @@ class ObservedModel:
         """That of DDP; None if there is none."""
         return self._get_hook()
 
-    def _refuse(self, compiled: bool, group: WorkerGroup) -> None:
+    def _refuse(self, model: nn.Module, compiled: bool, group: WorkerGroup) -> None:
         if not self.parameters:
             raise CdgrabError("the model has no parameters that need a gradient")
-        refuse_kinds(self._get_outside(), self.parameters)
+        sorter = self._ledger.sorter  # before `attach` there is one only if it looks at no gradients
+        refuse_kinds(model, self.parameters if self._parallel or sorter is None else ())
         if compiled and self._ledger.unit == "example":
             raise CdgrabError("unit='example' cannot look into a compiled model; use unit='batch'")
         if group.world_size > 1 and not self._parallel and not self._sharded:
@@ -138,9 +142,10 @@ class ObservedModel:
         if options and not sparsifier:
             raise CdgrabError(f"attach has no option {', '.join(sorted(options))}")
 
-    def start(self) -> None:
-        """Observe gradients from now on. DDP's hook is registered last, because it can never be removed."""
-        self._handles = [*self.gradients.hook(), after_forward(self._get_outside(), self._ledger.outstanding.forward)]
+    def start(self, model: nn.Module) -> None:
+        """Observe gradients from now on; model: with all wrappers. DDP's hook is registered last, because it can never
+        be removed."""
+        self._handles = [*self.gradients.hook(), after_forward(model, self._ledger.outstanding.forward)]
         hook, self._hook = self._hook, None
         if hook:
             self._get_hook = weakref.ref(hook)
@@ -168,10 +173,11 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
     return parallel[0] if len(trained) == 2 and trained[0] == trained[1] else model
 
 
-def _ignores(model: DistributedDataParallel, name: str) -> bool:
-    """Whether DDP leaves this parameter alone. (It looks for those of the outermost module with a dot before.)"""
-    name = name.removeprefix("module.")
-    return (name if "." in name else f".{name}") in model.parameters_to_ignore
+def _averaged(model: DistributedDataParallel) -> set[int]:
+    """The ids of the parameters that DDP does not ignore. It asks for each by all of its names, and for those of the
+    outermost module with a dot before."""
+    names = model.module.named_parameters(remove_duplicate=False)
+    return {id(each) for name, each in names if (name if "." in name else f".{name}") not in model.parameters_to_ignore}
 
 
 def _keeps_gradients(model: DistributedDataParallel) -> bool:

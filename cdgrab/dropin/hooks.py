@@ -73,7 +73,7 @@ class BackwardPasses:
         self._parameters = list(parameters)
         self._now = _Pass(-1)
         self._stays: bool | None = None  # whether the last pass left its gradients in .grad
-        self._left: list | None = None  # `_states` of all .grad after a pass of a unit that goes on, if all was well
+        self._left: list | None = NOTHING  # `_states` of all .grad after a pass of a unit that goes on, if all was well
         self._changed = False  # whether that was no longer so at the next pass
         self._shown = 0  # units in a row that did without hooks on all parameters
         self._hooks: dict[int, RemovableHandle] = {}
@@ -121,15 +121,6 @@ class BackwardPasses:
         self._now = _Pass(task)
         return True
 
-    def _is_wanted(self) -> bool:
-        """Whether the pass that begins belongs to a batch."""
-        if self._parameters[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise CdgrabError(
-                "this backward pass is captured in a CUDA graph, which will run without hooks: call "
-                "torch.cuda.make_graphed_callables before attach instead, or use torch.compile"
-            )
-        return self._start()
-
     # -- during a pass ------------------------------------------------------------------------------------------------
 
     def _begin(self, gradient: Tensor) -> None:
@@ -142,7 +133,7 @@ class BackwardPasses:
             return
         if self._complete is None:
             if not self._all:
-                now.wanted = self._is_wanted()
+                now.wanted = self._start()
             return
         now.before = _states(self._in_grad())
         if not self._all and self._first() and (now.before or self._changed):
@@ -158,7 +149,7 @@ class BackwardPasses:
         if new and not self._all and self._first():
             self._watch_all()  # the pass has not begun at an output
         if now.wanted is None:
-            now.wanted = self._is_wanted()
+            now.wanted = self._start()
             if now.wanted and self._complete and (self._all or new):
                 Variable._execution_engine.queue_callback(self._end if self._all else self._end_of_few)
             if self._all and not self._complete:
@@ -188,10 +179,11 @@ class BackwardPasses:
         for (index, gradient), moved in zip(found.items(), there, strict=True):
             gradients[index] = moved if gradient is None or same else gradient
         shown = self._stays and self._now.at_output and self._now.before == (NOTHING if self._first() else self._left)
-        self._left = _states(self._in_grad()) if shown else None
+        left = _states(self._in_grad()) if shown else None
         one = next(iter(found))
         del found, there, gradient, moved
         self._complete(gradients, False)
+        self._left = NOTHING if self._first() else left
         if self._first() or not shown:
             self._count(shown, one)
 
@@ -201,12 +193,12 @@ class BackwardPasses:
         if not now.found and _states(gradients) == now.before:
             return  # the gradient of something else was wanted
         if now.wanted is None:
-            now.wanted = self._is_wanted()
+            now.wanted = self._start()
         if now.wanted and any(gradients[index] is None for index in now.found):
             _refuse()
         if now.wanted:
             self._complete(gradients, True)
-            self._left = None if self._first() else _states(gradients)
+            self._left = NOTHING if self._first() else _states(gradients)
 
 
 def _hooked(parameter: nn.Parameter, note: Callable[[Tensor], None]) -> RemovableHandle:

@@ -31,7 +31,7 @@ class BatchIterator(Iterator[list[int]]):
         self._next = 0
         self._read_ahead = 0  # batches that a loader asks for before it delivers the first, for its processes
         self._in_vain = 0  # how often a batch was asked for after the last one
-        self._left = False  # whether another one has begun while batches of this one waited for their gradients
+        self._overtaken = False  # whether another one has begun while batches of this one waited for their gradients
 
     def __next__(self) -> list[int]:
         ledger = self._ledger
@@ -43,13 +43,16 @@ class BatchIterator(Iterator[list[int]]):
                 self._reader = threading.current_thread() if elsewhere else self._reader
                 before, self._batches, ledger.reader = ledger.reader, self._start(self), self
                 if before:
-                    before._left = bool(ledger.outstanding.waiting)
+                    before._overtaken = bool(ledger.outstanding.waiting)
                 self._read_ahead = _read_ahead(sys._getframe(1).f_locals.get("self"))
-                ledger.outstanding.read_ahead(self._read_ahead)
+                ledger.outstanding.by_loader = self._read_ahead
             if ledger.reader is self:
                 ledger.outstanding.ask()
-            elif self._left or not self.read_out:
-                raise CdgrabError("a new epoch of this sampler has begun: give every loader a sampler of its own")
+            elif not self.read_out or (self._overtaken and ledger.outstanding.delivering and not elsewhere):
+                raise CdgrabError(
+                    "a new epoch of this sampler has begun: give every loader a sampler of its own, and to look at a "
+                    "batch, make a loader without this sampler"
+                )
             if self.read_out:
                 self._in_vain += 1
                 raise StopIteration

@@ -7,6 +7,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cdgrab.dropin.diagnosis import Diagnosis
@@ -42,6 +43,7 @@ class Ledger:
         self.sorter: Sorter | None = None
         self.scaler: object = None  # its scale is divided out of every gradient
         self.sparsifier: Sparsifier | None = None  # averages the gradients
+        self.on_gpu = False  # where the model is
         self.paused = False
         self.resuming = False  # a state was loaded, and its epoch has not continued yet
         self.not_finite = False  # a gradient of this epoch was not finite
@@ -84,9 +86,9 @@ class Ledger:
     def begin(self, last: Reader | None, reads_on: bool) -> None:
         """An iteration begins after this one; reads_on: see `Outstanding.begin`."""
         reads_on = reads_on and self._thread != 0  # before `attach` nothing is used
-        self.outstanding.steady = not self.read_elsewhere()
         if last is not None and last.ended and not reads_on:
             self._ask_about_the_first()
+        self.outstanding.steady = not self.read_elsewhere()
         self.outstanding.begin(last is None or last.read_out, reads_on)
         self.backward_seen, self.left_early = False, ""
         if not self.outstanding.waiting:
@@ -96,13 +98,13 @@ class Ledger:
         if number := self.outstanding.may_be_left_out():
             batches = "1 batch" if number == 1 else f"{number} batches"
             warn(
-                f"at the end of the epoch {batches} had no backward pass, and gradients are credited as if the loop "
-                "fetched as many ahead, also over the end of an epoch. If it has left them out, gradients are credited "
-                "to the wrong batches: call sampler.skip() for every batch without a backward pass"
+                f"at the end of the epoch {batches} had no backward pass. If the loop fetches as many ahead, also over "
+                "the end of an epoch, there is nothing to do. If it has left them out, gradients are credited to the "
+                "wrong batches: call sampler.skip() for every batch without a backward pass"
             )
             self.outstanding.certain = True  # asked once
 
-    def forget(self, pace: dict[str, int]) -> None:
+    def forget(self, pace: dict[str, int | bool]) -> None:
         """A state was loaded, so that nothing is outstanding; pace: see `Outstanding.forget`."""
         self.outstanding.forget(**pace)
         if self.diagnosis:
@@ -116,6 +118,11 @@ class Ledger:
 
     def start_backward(self) -> bool:
         """Called when a backward pass starts. Returns whether it belongs to a batch. One too many is refused."""
+        if self.on_gpu and not self.paused and torch.cuda.is_current_stream_capturing():
+            raise CdgrabError(
+                "this backward pass is captured in a CUDA graph, which will run without hooks: call "
+                "torch.cuda.make_graphed_callables before attach instead, or use torch.compile"
+            )
         if not self.is_active():
             return False
         self.last_event = "backward"

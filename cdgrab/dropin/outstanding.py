@@ -57,18 +57,16 @@ class Outstanding:
         self.steady = True  # False: batches are read in a thread, and how far ahead depends on its speed
         self.forget()
 
-    def forget(self, ahead: int | None = None, by_loader: int | None = None) -> None:
-        """Start anew: whatever is outstanding is not used. ahead: how far the loop was ahead, if that is known;
-        by_loader: how many batches of these the loader had read ahead, if that will stay all."""
+    def forget(self, held: int | None = None, certain: bool = False, at_least: bool = True) -> None:
+        """Start anew: whatever is outstanding is not used. The others are what `pace` had found out."""
         self.waiting: deque[Batch] = deque()
         self.counts = True  # whether it is certain which batches this iteration's gradients belong to
-        self.ahead = ahead  # how many batches the loop is ahead at a backward pass; None: not known yet
-        self.by_loader = 0  # how many the loader of this iteration reads ahead by itself
-        self._held = None if by_loader is None else ahead - by_loader  # by the loop, before it has asked for any
-        self.certain = False  # whether the loop does fetch batches ahead, or has been asked about it
+        self.by_loader = 0  # how many batches the loader of this iteration reads ahead by itself
+        self.held = held  # how many more the loop is ahead at a backward pass; None: not known yet
+        self.certain = certain  # whether it does fetch batches ahead, or has been asked about it
         self._asks, self._asks_then = 0, -1  # batches asked for in all; until the last forward pass, -1: there was none
-        self._at_least = by_loader is None  # whether it may be more in an epoch of more batches
-        self._suspected: int | None = None  # the same, if it was not a batch left out that made it more
+        self._at_least = at_least  # whether it may be more in an epoch of more batches
+        self._suspected: int | None = None  # how many are held if it was not a batch left out that made them more
         self._older = 0  # how many of those waiting are of earlier iterations
         self._asked = self._used = 0  # in this iteration: batches asked for; those that had a backward pass
         self._read_out = True  # whether the iteration before was read to its end
@@ -77,13 +75,29 @@ class Outstanding:
         self._due = 0  # how many batches the loop is ahead at passes before which it has asked for some
         self._asked_before = 0  # `_asked` at the last backward pass
 
+    @property
+    def ahead(self) -> int | None:
+        """How many batches the loop and its loader are ahead at a backward pass."""
+        return None if self.held is None else self.held + self.by_loader
+
+    @property
+    def delivering(self) -> bool:
+        """Whether this iteration's loader has been asked for a batch, and did not only read ahead."""
+        return self._asked > self.by_loader
+
+    def pace(self) -> dict[str, int | bool]:
+        """What `forget` may be told later; empty if nothing is known, which is so for all processes or for none."""
+        if self.held is None:
+            return {}
+        return {"held": max(0, self.held), "certain": self.certain, "at_least": self._at_least or not self.steady}
+
     def begin(self, read_out: bool, reads_on: bool) -> None:
         """An iteration begins. read_out: the last one came to its end; reads_on: whoever read it reads this one too,
         and so has dropped nothing."""
-        if self.ahead is None and not reads_on:
+        if self.held is None and not reads_on:
             self.waiting.clear()  # before the first backward pass somebody only looked at batches
         if not self.waiting and self._suspected is not None:
-            self.ahead = self._suspected  # no batch was left out
+            self.held = self._suspected  # no batch was left out
         self._suspected, self.counts, self._first = None, True, True
         self._older, self._asked, self._used, self._asked_before = len(self.waiting), 0, 0, 0
         self._read_out, self._reads_on = read_out, reads_on
@@ -91,18 +105,12 @@ class Outstanding:
     def may_be_left_out(self) -> int:
         """When the loop has come to the end of an iteration, and before the next one begins: how many batches at the
         start of the first one it has either left out, or fetched ahead since then."""
-        held = 0 if self.ahead is None or self.certain or not self.steady else self.ahead - self.by_loader
-        return held if held == len(self.waiting) else 0
+        asked = self.certain or not self.steady
+        return len(self.waiting) if self.held == len(self.waiting) and not asked else 0
 
     def may_be_held(self) -> bool:
         """When an iteration begins: whether the loop may still hold the last batches of the one before."""
         return self._reads_on or (self._read_out and 0 < self._older <= (self.ahead or 0))
-
-    def read_ahead(self, number: int) -> None:
-        """The loader of this iteration asks for so many batches before it delivers the first one."""
-        self.by_loader = number
-        if self._held is not None:
-            self.ahead, self._held = self._held + number, None
 
     def ask(self) -> None:
         """A batch of this iteration is asked for, whether there is one left or not."""
@@ -137,10 +145,10 @@ class Outstanding:
         grown, self._first = self.ahead is not None and ahead > self.ahead, False
         may_grow = not self.steady or (anew and (self._at_least or not self._read_out))
         if grown and not may_grow:
-            doubtful, self.counts, self._suspected = self.counts, False, ahead
+            doubtful, self.counts, self._suspected = self.counts, False, ahead - self.by_loader
             return Settled(all_dropped, doubtful)
         if self.ahead is None or anew or grown:
-            self.ahead, self._at_least = ahead, few
+            self.held, self._at_least = ahead - self.by_loader, few
         return Settled(all_dropped)
 
     def use(self) -> None:
@@ -150,14 +158,6 @@ class Outstanding:
         else:
             self._used += 1
         self.waiting.popleft()
-
-    def pace(self) -> dict[str, int]:
-        """What `forget` may be told later; empty if nothing is known."""
-        if self.ahead is None:
-            return {}
-        if self.steady and not self._at_least and self.ahead >= self.by_loader:
-            return {"ahead": self.ahead, "by_loader": self.by_loader}
-        return {"ahead": self.ahead} if self.ahead else {}
 
     def _is_ahead(self) -> int:
         return self._older + self._asked - self._used - 1
@@ -171,7 +171,7 @@ class Outstanding:
         return ahead - self.ahead if held else self._older
 
 
-def saved(pace: dict[str, int], late: list[Batch], batch_size: int, group: WorkerGroup) -> dict:
+def saved(pace: dict[str, int | bool], late: list[Batch], batch_size: int, group: WorkerGroup) -> dict:
     """For a state: `Outstanding.pace`, and batches of the last epoch that are still to be used. All processes call
     this."""
     rows = torch.full((1, len(late), batch_size), -1)
@@ -180,20 +180,22 @@ def saved(pace: dict[str, int], late: list[Batch], batch_size: int, group: Worke
     return pace | {"late": [batch.index for batch in late], "examples": group.gather(rows)}
 
 
-def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[dict[str, int], list[Batch]]:
+def loaded(state: dict, batch_size: int, group: WorkerGroup, examples: int) -> tuple[dict, list[Batch]]:
     """The opposite of `saved`: the pace, and this process's late batches."""
-    names = set(state) if isinstance(state, dict) else set()
-    state = state if names - {"by_loader"} == {"ahead", "late", "examples"} else {}
-    late, ahead = state.get("late"), state.get("ahead")
+    if isinstance(state, dict) and state.keys() == {"ahead", "late", "examples"}:  # of an earlier version
+        state = {"held": state["ahead"], "certain": False, "at_least": True} | state
+        del state["ahead"]
+    late = state.get("late") if isinstance(state, dict) else None
     count = len(late) if isinstance(late, list) else 0
-    fields = {"ahead": Field((int,), least=count, most=MOST), "late": Field((int,), (count,), 0, MOST)}
+    pace = {"held": Field((int,), least=0, most=MOST), "certain": Field((bool,)), "at_least": Field((bool,))}
     sizes, words = (group.workers, count, batch_size), "-1 only after the examples of a batch"
-    fields["examples"] = Field(INT64, sizes, -1, examples - 1, _are_batches, words)
-    if "by_loader" in state:
-        fields["by_loader"] = Field((int,), least=0, most=ahead if isinstance(ahead, int) else 0)
-    refuse_others("this state of a sampler", state, fields)
-    rows, pace = state["examples"][group.rank], {name: state[name] for name in ("ahead", "by_loader") if name in state}
-    return pace, [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, rows, strict=True)]
+    rows = Field(INT64, sizes, -1, examples - 1, _are_batches, words)
+    fields = pace | {"late": Field((int,), (count,), 0, MOST), "examples": rows}
+    whole = isinstance(state, dict) and state.keys() == fields.keys()
+    refuse_others("this state of a sampler", state if whole else {}, fields)
+    own = state["examples"][group.rank]
+    batches = [Batch(-1, index, row[row >= 0].tolist()) for index, row in zip(late, own, strict=True)]
+    return {name: state[name] for name in pace}, batches
 
 
 def _are_batches(rows: Tensor) -> bool:

@@ -127,9 +127,9 @@ def refuse_kinds_of_ddp(model: nn.parallel.DistributedDataParallel, accumulation
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) is True:
             raise CdgrabError(f"DDP does not pass on sparse gradients, which {name} produces; use sparse=False")
-    if model.static_graph and accumulation_steps > 1:
+    if model.static_graph and accumulation_steps > 1:  # a defect of PyTorch's, to this day
         raise CdgrabError("DDP with static_graph=True fails inside no_sync: accumulate with static_graph=False")
-    if model._use_python_reducer:
+    if getattr(model, "_use_python_reducer", False):
         raise CdgrabError("optimize_ddp='python_reducer' leaves out DDP's communication hook: use 'ddp_optimizer'")
 
 

@@ -183,12 +183,13 @@ class OrderedBatchSampler(Sampler[list[int]]):
         refuse_different_ranks(self.group, layout, "the same sampler, of the whole dataset")
         before = dict(vars(self.ledger))
         self._model, self.ledger.scaler, self.ledger.sparsifier = observed, scaler, observed.sparsifier
+        self.ledger.on_gpu = observed.parameters[0].is_cuda
         try:
             if self.sorter is None:
                 self._make_sorter(observed.dim)
             if self._waiting is not None:
                 self.load_state_dict(self._waiting)
-            observed.start()
+            observed.start(model)
             self.ledger.train_in_this_thread()
         except BaseException:  # as if nothing had happened
             observed.stop()

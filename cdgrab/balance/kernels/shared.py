@@ -123,7 +123,8 @@ def averaging(
 ) -> Callable[[Tensor | None, bool], bool]:
     """The same as a function of kept and subtract, for rows that stay where they are as long as it is used. only: the
     row whose place the mean takes, if it does not take that of all."""
-    every, table = list(rows), np.array(parts, int).reshape(-1, 3)  # they stay as long as their addresses are used
+    # `average` holds on to `every`, so that the rows stay as long as their addresses are used
+    every, table = list(rows), np.array(parts, int).reshape(-1, 3)
     dim, dtype, of_type = len(every[0]), every[0].dtype, TYPES[every[0].dtype]
     if not all([row.shape == (dim,) and row.dtype == dtype and row.is_cpu and row.is_contiguous() for row in every]):
         raise ValueError(f"rows must be vectors of {dim} numbers of one type, without gaps")
